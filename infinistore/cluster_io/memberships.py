@@ -31,6 +31,7 @@ from infinistore.errors import StoreUnavailable
 from infinistore.secret_files import read_token
 from infinistore.transports.sockets.trio_streams import connect_tcp
 
+_log = logging.getLogger("infinistore.cluster")
 _CLOSE_WRITE, _MOVED_FROM, _MOVED_TO, _CREATE, _DELETE = 0x8, 0x40, 0x80, 0x100, 0x200
 _DELETE_SELF, _MOVE_SELF = 0x400, 0x800
 _MASK: Final = _CLOSE_WRITE | _MOVED_FROM | _MOVED_TO | _CREATE | _DELETE | _DELETE_SELF | _MOVE_SELF
@@ -68,7 +69,6 @@ class FolderWatch:
         os.close(self._descriptor)
 
 
-_log = logging.getLogger("infinistore.cluster")
 _READ_AGAIN_S: Final = 30.0
 _RETRY_S: Final = 2.0
 

@@ -28,6 +28,8 @@ from infinistore.errors import ConfigError
 from infinistore.protocol.effects import LongBody
 from infinistore.tenant_limits import TenantLimits
 
+_log = logging.getLogger("infinistore.server")
+
 
 class Departures:
     """Watches any number of sockets with one descriptor, while `run` runs."""
@@ -153,7 +155,6 @@ def _limit_for(wanted: int) -> int:
     return soft
 
 
-_log = logging.getLogger("infinistore.server")
 _BURST = 20
 _EVERY_S = 1.0
 

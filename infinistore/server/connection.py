@@ -65,7 +65,7 @@ from infinistore.transports.base import Stream, drive
 if TYPE_CHECKING:
     from infinistore.server.disk import DiskService
 
-
+_log = logging.getLogger("infinistore.server")
 _T = TypeVar("_T")
 JOINED_BYTES = 16 * 1024
 """Up to this length, a payload is copied behind its head before anything else happens:
@@ -302,7 +302,6 @@ def too_small(get: Get | Lease | RdmaGet, sizes: Sequence[int]) -> BufferTooSmal
     return BufferTooSmall(f"{key[:100]!r} has {in_units(size)}, its buffer {in_units(capacity)}")
 
 
-_log = logging.getLogger("infinistore.server")
 _HAZARD_LIKE_BYTES = 16  # of a touch log: to read so many takes about as long as to look at a hazard
 
 

@@ -20,6 +20,7 @@ from infinistore.core.store import StoreCore
 from infinistore.errors import ConfigError, OutOfMemory
 from infinistore.host import NO_THREAD
 
+_log = logging.getLogger("infinistore.server")
 _SLICE_KEYS = 4096
 
 
@@ -56,9 +57,6 @@ async def evict_incrementally(core: StoreCore, low: float, high: float, cause: E
         count = core.evict(low, low, cause, max_blocks=_SLICE_KEYS)
         evicted += count
     return evicted
-
-
-_log = logging.getLogger("infinistore.server")
 
 
 async def evict_periodically(core: StoreCore, interval_s: float, low: float, high: float) -> None:

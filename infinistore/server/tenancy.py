@@ -46,6 +46,8 @@ from infinistore.tenant_limits import DEFAULT_GROUP, TenantLimits, why_no_places
 if TYPE_CHECKING:
     from infinistore.server.disk import DiskService
 
+_log = logging.getLogger("infinistore.server")
+
 
 def _check_settings(config: ServerConfig) -> None:
     """Raise ConfigError if the configuration has what does not work with tenants."""
@@ -496,9 +498,6 @@ def _figures(
         refused=refused,
         pauses=pauses,
     )
-
-
-_log = logging.getLogger("infinistore.server")
 
 
 async def open_groups(

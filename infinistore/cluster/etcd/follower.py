@@ -31,6 +31,8 @@ from infinistore.cluster.etcd.layout import Layout, Listing
 from infinistore.cluster.etcd.session import EtcdSession, EtcdUnavailable, NextLine, Pause, Probe
 from infinistore.cluster.membership import Node, NodeState, View
 
+_log = logging.getLogger("infinistore.cluster")
+
 
 class Departures:
     """What became of the nodes of one cluster. `window_s` is the time of a lease."""
@@ -78,8 +80,6 @@ class Departures:
             del self._left[node_id]
         self._kept = {node_id: node for node_id, node in self._kept.items() if node_id in ids}
 
-
-_log = logging.getLogger("infinistore.cluster")
 
 LEASE_S: Final = 10
 """The lease of a node."""

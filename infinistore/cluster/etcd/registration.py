@@ -56,6 +56,8 @@ from infinistore.cluster.membership import Node, NodeState, View
 from infinistore.cluster.placement import machine_of
 from infinistore.errors import ConfigError
 
+_log = logging.getLogger("infinistore.cluster")
+
 
 class RequestedDrain:
     """What is asked of a node, and what the node says of it."""
@@ -124,8 +126,6 @@ class RequestedDrain:
         if outcome.succeeded:
             self._item = attrs.evolve(self._item, value=write_drain(progress), mod_revision=outcome.revision)
 
-
-_log = logging.getLogger("infinistore.cluster")
 
 _CALL_S: Final = 1.0
 SHORTEST_PAUSE_S: Final = 0.25

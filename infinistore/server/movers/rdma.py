@@ -57,6 +57,8 @@ from infinistore.transports.rdma.plan import Placement, plan_transfer
 from infinistore.transports.rdma.requester import Requester
 from infinistore.transports.rdma.verbs import Device, Endpoint, NoRdma, Operation, Region
 
+_log = logging.getLogger("infinistore.server")
+
 
 def _remote_placement(addresses: Sequence[int], keys: Sequence[int]) -> Placement:
     """Return the places that a request names; one remote key stands for all addresses.
@@ -116,9 +118,6 @@ def cut(extents: Sequence[tuple[int, int, int]], first_byte: int, count: int) ->
     if not count or first_byte + count > position:
         raise ProtocolError(f"{in_units(count)} from byte {first_byte} on, of a batch of {position}")
     return part
-
-
-_log = logging.getLogger("infinistore.server")
 
 
 class RdmaPool:

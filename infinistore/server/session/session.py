@@ -87,6 +87,8 @@ if TYPE_CHECKING:
     from infinistore.server.budgets import Rates
     from infinistore.server.disk import DiskService, ServerDisks
 
+_log = logging.getLogger("infinistore.server")
+
 
 @attrs.frozen
 class ServerContext:
@@ -119,7 +121,6 @@ class ServerContext:
     """How fast requests are read, if that is limited."""
 
 
-_log = logging.getLogger("infinistore.server")
 DISCARDED_BYTES = 16 * 1024 * 1024
 """Up to this length, the rest of a refused payload is discarded to keep the connection.
 """

@@ -44,6 +44,8 @@ from infinistore.host import free_huge_pages
 from infinistore.sizes import in_units
 from infinistore.tenant_limits import TenantLimits
 
+_log = logging.getLogger("infinistore.server")
+
 
 @attrs.frozen
 class Ended:
@@ -199,7 +201,6 @@ def take_ownership(descriptor: int) -> bool:
     return bool(os.read(descriptor, 1))
 
 
-_log = logging.getLogger("infinistore.server")
 _SLICE_BYTES = 8 * 1024 * 1024
 """How much is hashed before others get their turn: about a millisecond."""
 _QUIET_S = 10.0
