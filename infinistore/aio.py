@@ -2,9 +2,8 @@
 store`.
 """
 
-from infinistore.client.api.leases import AsyncLease, AsyncReservation
 from infinistore.client.api.results import PrefixMatch
-from infinistore.client.api.store import AsyncStore
+from infinistore.client.api.store import AsyncLease, AsyncReservation, AsyncStore
 from infinistore.client.drivers.asyncio_driver import open_store
 from infinistore.client.memory.buffers import Registration
 from infinistore.client.requests import Found, Prefetched, RemovedKeys

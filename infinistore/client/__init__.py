@@ -3,9 +3,8 @@
 `open_store` here is the one for Trio; `infinistore.blocking` has the one for threads.
 """
 
-from infinistore.client.api.leases import AsyncLease, AsyncReservation
 from infinistore.client.api.results import PrefixMatch
-from infinistore.client.api.store import AsyncStore
+from infinistore.client.api.store import AsyncLease, AsyncReservation, AsyncStore
 from infinistore.client.drivers.trio_driver import open_store
 from infinistore.client.memory.buffers import Registration
 from infinistore.client.requests import Found, Prefetched, RemovedKeys
