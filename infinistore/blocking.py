@@ -5,8 +5,7 @@ is done, page by page, with all keys that have a prefix.
 from collections.abc import Callable, Iterator
 from typing import Final
 
-from infinistore.client.api.blocking_leases import BlockingLease, BlockingReservation
-from infinistore.client.api.blocking_store import BlockingStore
+from infinistore.client.api.blocking_store import BlockingLease, BlockingReservation, BlockingStore
 from infinistore.client.api.results import PrefixMatch
 from infinistore.client.drivers.blocking_driver import open_store
 from infinistore.client.memory.buffers import Registration

@@ -39,7 +39,7 @@ TRANSLATIONS = (
             (rf"await beside_loop\(batch, lambda: ({IN_PARENTHESES})\)", r"\1"),
         ),
     ),
-    Translation("infinistore/client/api/store.py", "infinistore/client/api/blocking_leases.py"),
+    Translation("infinistore/client/api/store.py", "infinistore/client/api/blocking_store.py"),
     Translation(
         "infinistore/client/api/store.py",
         "infinistore/client/api/blocking_store.py",

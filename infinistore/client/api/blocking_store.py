@@ -1,12 +1,9 @@
-# Generated from store.py by scripts/generate.py: change that one instead.
-"""The methods of a blocking store, with a server and embedded alike.
-
-They check the arguments. A subclass carries the operations out, by one method: `_call`.
-"""
+"""The methods of a blocking store."""
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Mapping, Sequence
-from typing import TypeVar, cast
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from types import TracebackType
+from typing import Any, TypeVar, cast
 
 from infinistore.client.api.arguments import (
     Pairs,
@@ -22,17 +19,13 @@ from infinistore.client.api.arguments import (
     sizes_to_reserve,
     ttl_in_us,
 )
-from infinistore.client.api.blocking_leases import BlockingLease, BlockingReservation
 from infinistore.client.api.results import BlockingRemovals, PrefixMatch
 from infinistore.client.memory.buffers import BufferLike, DeviceBatch, Registration, registrable
-from infinistore.client.movers.rdma import (
-    StoreRdma,
-    check_registered,
-    flush,
-    wait_for_gpus,
-)
+from infinistore.client.memory.views import Kept, Leased, ReservedRoom
+from infinistore.client.movers.rdma import StoreRdma, check_registered, flush, wait_for_gpus
 from infinistore.client.requests import (
     Batch,
+    Commit,
     Delete,
     Evict,
     Exists,
@@ -42,6 +35,7 @@ from infinistore.client.requests import (
     GetInto,
     GetStatistics,
     GetToDevice,
+    Lease,
     ListKeys,
     MatchPrefix,
     Pin,
@@ -52,12 +46,85 @@ from infinistore.client.requests import (
     PutFromDevice,
     ReleaseHold,
     Request,
+    Reserve,
     check_all_there,
 )
 from infinistore.errors import KeyNotFound
 from infinistore.keys import CheckedKeys
 from infinistore.statistics import Stats
 from infinistore.transports.cuda import DeviceMemory
+
+# Generated from leases.py by scripts/generate.py: change that one instead.
+
+
+class BlockingLease:
+    """Entering it returns read-only views, None for each key that does not exist."""
+
+    def __init__(self, call: Callable[..., Any], keys: list[str], verify: bool) -> None:
+        self._call = call
+        self._keys = keys
+        self._verify = verify
+        self._leased: Leased | None = None
+
+    def __enter__(self) -> list[memoryview | None]:
+        if self._leased is not None:
+            raise RuntimeError("this lease was entered already; call `lease` again for another one")
+        leased: Leased = self._call(Lease(self._keys, self._verify))
+        self._leased = leased
+        return leased.handed
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        assert self._leased is not None
+        leased, self._leased = self._leased, None
+        leased.leave(quietly=kind is not None, stacklevel=2)
+
+
+class BlockingReservation:
+    """Entering it returns writable views; a normal exit commits them as one batch."""
+
+    def __init__(self, call: Callable[..., Any], keys: list[str], sizes: list[int], ttl_us: int) -> None:
+        self._call = call
+        self._keys = keys
+        self._sizes = sizes
+        self._ttl_us = ttl_us
+        self._reserved: ReservedRoom | None = None
+        self._kept = Kept()
+
+    def __enter__(self) -> list[memoryview]:
+        if self._reserved is not None:
+            raise RuntimeError("this reservation was entered already; call `reserve` again for another one")
+        try:
+            reserved: ReservedRoom = self._call(Reserve(self._keys, self._sizes, self._kept))
+        except BaseException:
+            self._kept.let_go()
+            raise
+        self._reserved = reserved
+        return reserved.handed
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        reserved, self._reserved = self._reserved, None
+        assert reserved is not None
+        committed = False
+        try:
+            if kind is None:
+                reserved.take_back()
+                self._call(Commit(reserved, self._kept, self._ttl_us))
+                committed = True
+        finally:  # what was not committed goes back when none of its memory is in use any more
+            try:
+                if not committed:
+                    reserved.take_back()
+                reserved.leave(quietly=not committed, stacklevel=2)
+            finally:
+                self._kept.let_go()
+
+
+# Generated from store.py by scripts/generate.py: change that one instead.
+
 
 _T = TypeVar("_T")
 
