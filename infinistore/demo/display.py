@@ -50,18 +50,6 @@ class PromptResult:
     prefill: Finished
     decode: Finished
 
-    def computing_instead_s(self, work: Finished, prefill_tokens_per_s: float) -> float:
-        """Return what computing the tokens that `work` loaded would have taken, at the
-        speed of the simulated model.
-        """
-        return work.hit_tokens / prefill_tokens_per_s
-
-    def saved_s(self, work: Finished, prefill_tokens_per_s: float) -> float:
-        """Return what loading saved compared with computing; negative if the store was
-        the slower way.
-        """
-        return self.computing_instead_s(work, prefill_tokens_per_s) - work.load_s
-
 
 @frozen
 class RestartResult:
@@ -237,11 +225,7 @@ class DemoResult:
             "about": result.prompt.about,
             "tokens": prefill.tokens,
             "prefill": {
-                "hit_tokens": prefill.hit_tokens,
-                "loaded_bytes": prefill.loaded_bytes,
-                "load_s": prefill.load_s,
-                "load_gb_per_s": gigabytes_per_s(prefill.loaded_bytes, prefill.load_s),
-                "saved_s": result.saved_s(prefill, speed),
+                **_loads_as_json(prefill, speed),
                 "computed_tokens": prefill.computed_tokens,
                 "simulated_compute_s": prefill.compute_s,
                 "written_bytes": prefill.written_bytes,
@@ -250,14 +234,18 @@ class DemoResult:
                 "compute_and_write_s": prefill.compute_and_write_s,
                 "storing_added_s": prefill.storing_added_s,
             },
-            "decode": {
-                "hit_tokens": decode.hit_tokens,
-                "loaded_bytes": decode.loaded_bytes,
-                "load_s": decode.load_s,
-                "load_gb_per_s": gigabytes_per_s(decode.loaded_bytes, decode.load_s),
-                "saved_s": result.saved_s(decode, speed),
-            },
+            "decode": _loads_as_json(decode, speed),
         }
+
+
+def _loads_as_json(work: Finished, prefill_tokens_per_s: float) -> dict[str, Any]:
+    return {
+        "hit_tokens": work.hit_tokens,
+        "loaded_bytes": work.loaded_bytes,
+        "load_s": work.load_s,
+        "load_gb_per_s": gigabytes_per_s(work.loaded_bytes, work.load_s),
+        "saved_s": work.saved_s(prefill_tokens_per_s),
+    }
 
 
 _COLOURS = {"prefill": "yellow", "decode": "green"}  # all else is cyan
@@ -488,7 +476,7 @@ class Display:
         if result.cluster is not None:
             self._console.print(_table_of_cluster(result.cluster))
         loaded_s = sum(one.decode.load_s for one in result.prompts)
-        instead_s = sum(one.computing_instead_s(one.decode, result.prefill_tokens_per_s) for one in result.prompts)
+        instead_s = sum(one.decode.computing_instead_s(result.prefill_tokens_per_s) for one in result.prompts)
         self._console.print(
             f"All {result.checked_bytes:,} bytes that were loaded are the bytes that prefill had to write. "
             f"Time saved is against compute that is [bold]simulated[/]: at {result.prefill_tokens_per_s:,.0f} tokens/s "
@@ -585,11 +573,11 @@ def _table(result: DemoResult) -> Table:
     )
     row("  written to the store", *(_moved(one.prefill.written_bytes, one.prefill.write_s) for one in prompts))
     row("  longer because of writing", *(_longer(one) for one in prompts))
-    row("  time saved", *(_saved(one.prefill, one.saved_s(one.prefill, speed)) for one in prompts), end_section=True)
+    row("  time saved", *(_saved(one.prefill, speed) for one in prompts), end_section=True)
     row("[green]decode[/]: hit tokens", *(_hit(one.decode) for one in prompts))
     row("  read from the store", *(_moved(one.decode.loaded_bytes, one.decode.load_s) for one in prompts))
     row("  bytes that differ", *("0" for _ in prompts))
-    row("  time saved", *(_saved(one.decode, one.saved_s(one.decode, speed)) for one in prompts))
+    row("  time saved", *(_saved(one.decode, speed) for one in prompts))
     return table
 
 
@@ -605,7 +593,7 @@ def _table_of_restart(restart: RestartResult, prefill_tokens_per_s: float) -> Ta
     table.add_row("  blocks from disk", f"{work.disk_blocks:,}")
     table.add_row("  read from the store", _moved(work.loaded_bytes, work.load_s))
     table.add_row("  bytes that differ", "0")
-    table.add_row("  time saved", _saved(work, work.hit_tokens / prefill_tokens_per_s - work.load_s))
+    table.add_row("  time saved", _saved(work, prefill_tokens_per_s))
     return table
 
 
@@ -644,5 +632,5 @@ def _longer(result: PromptResult) -> str:
     return f"{result.prefill.storing_added_s:.3f} s" if result.prefill.written_bytes else "nothing"
 
 
-def _saved(work: Finished, seconds: float) -> str:
-    return f"{seconds:.2f} s" if work.hit_tokens else "nothing"
+def _saved(work: Finished, prefill_tokens_per_s: float) -> str:
+    return f"{work.saved_s(prefill_tokens_per_s):.2f} s" if work.hit_tokens else "nothing"

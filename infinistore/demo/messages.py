@@ -143,6 +143,18 @@ class Finished:
         """
         return max(0.0, self.compute_and_write_s - self.compute_s)
 
+    def computing_instead_s(self, prefill_tokens_per_s: float) -> float:
+        """Return what computing the tokens that were loaded would have taken, at the
+        speed of the simulated model.
+        """
+        return self.hit_tokens / prefill_tokens_per_s
+
+    def saved_s(self, prefill_tokens_per_s: float) -> float:
+        """Return what loading saved compared with computing; negative if the store was
+        the slower way.
+        """
+        return self.computing_instead_s(prefill_tokens_per_s) - self.load_s
+
 
 @frozen
 class Failed:
