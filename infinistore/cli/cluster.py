@@ -16,7 +16,7 @@ import rich_click as click
 
 from infinistore.cli.failures import NegativeAnswer
 from infinistore.cli.options import json_option, log_level_option, read_given_token, token_file_option
-from infinistore.cli.output import demand_yes, note, print_json, print_line, print_table
+from infinistore.cli.output import counted, demand_yes, note, print_json, print_line, print_table
 from infinistore.errors import ConfigError, DeadlineExceeded, InfiniStoreException, StoreUnavailable
 from infinistore.sizes import describe_size
 
@@ -371,7 +371,7 @@ def status(url: str, token_file: Path | None, deadline: float, as_json: bool) ->
             }
         )
     else:
-        print_line(f"{cluster}: {_count(len(asked), 'node')}, {_count(view.copies, 'copy', 'copies')} of each block")
+        print_line(f"{cluster}: {counted(len(asked), 'node')}, {counted(view.copies, 'copy', 'copies')} of each block")
         print_line("the view cannot change" if _is_static(cluster) else f"the view was confirmed {age_s:.1f} s ago")
         if asked:
             _print_nodes(asked)
@@ -411,7 +411,7 @@ def purge(url: str, token_file: Path | None, deadline: float, as_json: bool, yes
     if as_json:
         print_json({"url": str(cluster), "purged": done, "not_purged": failed})
     else:
-        print_line(f"purged {_count(len(done), 'node')}" + (f": {', '.join(done)}" if done else ""))
+        print_line(f"purged {counted(len(done), 'node')}" + (f": {', '.join(done)}" if done else ""))
     if failed:
         raise StoreUnavailable("; ".join(f"{node_id} is not purged: {problem}" for node_id, problem in failed.items()))
 
@@ -574,7 +574,3 @@ def _memory_and_blocks(one: "_Asked[Stats]") -> tuple[str, str, str]:
         return "-", describe_size(one.node.capacity_bytes) if one.node.capacity_bytes else "-", "-"
     store = one.answer.store
     return describe_size(store.used_bytes), describe_size(store.capacity_bytes), str(store.keys)
-
-
-def _count(number: int, one: str, several: str = "") -> str:
-    return f"{number} {one if number == 1 else several or one + 's'}"

@@ -42,6 +42,11 @@ def visible(key: str) -> str:
     return key if key.isprintable() else key.encode("unicode_escape").decode("ascii")
 
 
+def counted(number: int, one: str, several: str = "") -> str:
+    """Return such as `1 key` and `2 keys`; `several` is for another plural."""
+    return f"{number} {one if number == 1 else several or one + 's'}"
+
+
 def is_plain_text(data: bytes | bytearray) -> bool:
     """Whether the bytes are safe to write to a terminal."""
     try:

@@ -21,7 +21,16 @@ import rich_click as click
 from infinistore.cli.failures import NegativeAnswer
 from infinistore.cli.files import DEFAULT_BLOCK_BYTES, Manifest, delete_files, open_file, put_file, with_blocks
 from infinistore.cli.options import KEY, SIZE, Target, client_options, json_option
-from infinistore.cli.output import demand_yes, is_plain_text, note, print_json, print_line, print_table, visible
+from infinistore.cli.output import (
+    counted,
+    demand_yes,
+    is_plain_text,
+    note,
+    print_json,
+    print_line,
+    print_table,
+    visible,
+)
 from infinistore.errors import PermissionDenied, StoreUnavailable
 from infinistore.sizes import describe_size, format_size
 
@@ -300,7 +309,7 @@ def _report(done: str, count: int, asked: int, lost: str, why_not: str, *, as_js
     if as_json:
         print_json({done: count, "missing": asked - count})
     else:
-        print_line(f"{done} {count} {'key' if count == 1 else 'keys'}")
+        print_line(f"{done} {counted(count, 'key')}")
     if lost:
         remedy = "start these nodes, or take them out of the cluster, and repeat"
         raise StoreUnavailable(f"some keys may not be {done}: {lost}; {remedy}")
@@ -378,7 +387,7 @@ def evict(low: float, high: float, as_json: bool, target: Target) -> None:
     if as_json:
         print_json({"evicted": evicted})
     else:
-        print_line(f"evicted {evicted} {'block' if evicted == 1 else 'blocks'}")
+        print_line(f"evicted {counted(evicted, 'block')}")
 
 
 @click.command("purge", short_help="Delete every key.")
@@ -393,4 +402,4 @@ def purge(yes: bool, as_json: bool, target: Target) -> None:
     if as_json:
         print_json({"deleted": deleted})
     else:
-        print_line(f"deleted {deleted} {'key' if deleted == 1 else 'keys'}")
+        print_line(f"deleted {counted(deleted, 'key')}")

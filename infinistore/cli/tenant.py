@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, Final, TypeVar
 import rich_click as click
 
 from infinistore.cli.options import SIZE, json_option, read_given_token, token_file_option
-from infinistore.cli.output import note, print_json, print_line, print_table
+from infinistore.cli.output import counted, note, print_json, print_line, print_table
 from infinistore.errors import ConfigError
 from infinistore.sizes import describe_size, format_size
 
@@ -157,11 +157,7 @@ def revoke(tenant: str, file: Path, old: bool, remove: bool) -> None:
         return remove_tenant(text, str(file), tenant) if remove else replace_tokens(text, str(file), tenant, kept)
 
     _edit(file, edit)
-    what = (
-        f"tenant {tenant} is removed"
-        if remove
-        else f"{count} {'token' if count == 1 else 'tokens'} of {tenant} revoked"
-    )
+    what = f"tenant {tenant} is removed" if remove else f"{counted(count, 'token')} of {tenant} revoked"
     note(f"{what} in {file}; {_RELOAD}")
 
 
