@@ -39,7 +39,6 @@ TRANSLATIONS = (
             (rf"await beside_loop\(batch, lambda: ({IN_PARENTHESES})\)", r"\1"),
         ),
     ),
-    Translation("infinistore/client/api/store.py", "infinistore/client/api/blocking_store.py"),
     Translation(
         "infinistore/client/api/store.py",
         "infinistore/client/api/blocking_store.py",
@@ -57,7 +56,6 @@ EVERYWHERE = (
     (r"\basync (def|with|for)\b", r"\1"),
     (r"\bAsync(Store|Lease|Reservation|Removals)\b", r"Blocking\1"),
     (r"\b__a(enter|exit)__\b", r"__\1__"),
-    (r"\b(api)\.(store|leases)\b", r"\1.blocking_\2"),
     (r"\b[Aa]n asynchronous\b", "a blocking"),
     (r"\basynchronous\b", "blocking"),
     (r"\btasks\b", "threads"),

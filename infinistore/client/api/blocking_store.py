@@ -1,4 +1,10 @@
-"""The methods of a blocking store."""
+# Generated from store.py by scripts/generate.py: change that one instead.
+"""The methods of a blocking store, with a server and embedded alike, and the
+context managers that `lease` and `reserve` return.
+
+The methods check the arguments. A subclass carries the operations out, by one method:
+`_call`.
+"""
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -53,8 +59,6 @@ from infinistore.errors import KeyNotFound
 from infinistore.keys import CheckedKeys
 from infinistore.statistics import Stats
 from infinistore.transports.cuda import DeviceMemory
-
-# Generated from leases.py by scripts/generate.py: change that one instead.
 
 
 class BlockingLease:
@@ -121,9 +125,6 @@ class BlockingReservation:
                 reserved.leave(quietly=not committed, stacklevel=2)
             finally:
                 self._kept.let_go()
-
-
-# Generated from store.py by scripts/generate.py: change that one instead.
 
 
 _T = TypeVar("_T")

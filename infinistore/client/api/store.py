@@ -1,5 +1,5 @@
-"""The methods of an asynchronous store, with a server and embedded alike, and the context
-managers that `lease` and `reserve` return.
+"""The methods of an asynchronous store, with a server and embedded alike, and the
+context managers that `lease` and `reserve` return.
 
 The methods check the arguments. A subclass carries the operations out, by one method:
 `_call`.

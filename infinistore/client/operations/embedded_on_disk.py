@@ -1,5 +1,5 @@
-"""The disks of an embedded store, the thread that runs them, and the operations of a store
-that has them.
+"""The disks of an embedded store, the thread that runs them, and the operations of a
+store that has them.
 
 The tier is used under the lock of the store, as the core is. The thread starts jobs,
 takes their results, and wakes the calls that wait for them. What it promises, and what
