@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 
 from infinistore.errors import InfiniStoreException, ProtocolError, StoreUnavailable, error_from_code
 from infinistore.protocol.codec import (
+    UNSTRUCTURE_FOR_STRANGERS,
     Header,
     Structure,
     decode_body,
@@ -42,7 +43,6 @@ from infinistore.protocol.versions import LAST_RELEASE, OFFER, Offer
 _new = tuple.__new__  # makes a named tuple without the call of a Python function
 MAX_REPLY_BODY_BYTES = 64 * 1024 * 1024
 """The maximum body of a reply that a client accepts, in bytes."""
-_UNSTRUCTURE_FOR_STRANGERS = unstructure_for(LAST_RELEASE)
 # Looked up once: an attribute of a class takes as long as the table itself.
 _HELLO, _REQUEST, _NOTICE, _SENT = Event.HELLO, Event.REQUEST, Event.NOTICE, Event.SENT
 _REPLY, _REPLY_WITH_PAYLOAD, _PAYLOAD = Event.REPLY, Event.REPLY_WITH_PAYLOAD, Event.PAYLOAD
@@ -69,7 +69,7 @@ class ClientConnection:
         self.peer = LAST_RELEASE
         self._offer = offer
         self._structure: Structure | None = None
-        self._unstructure = _UNSTRUCTURE_FOR_STRANGERS
+        self._unstructure = UNSTRUCTURE_FOR_STRANGERS
         self._reader = FrameReader(max_body_bytes, 2**63)
         self._next_id = 1
         self._payload_left = 0

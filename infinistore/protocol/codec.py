@@ -39,7 +39,7 @@ from infinistore.protocol.messages import (
     StatisticsReply,
     Tree,
 )
-from infinistore.protocol.versions import MAJOR, MINOR, OFFER, Capability, NewerFields, Offer
+from infinistore.protocol.versions import LAST_RELEASE, MAJOR, MINOR, OFFER, Capability, NewerFields, Offer
 from infinistore.statistics import DiskTierStatistics, DrainStatistics, ServerDetails, ServerStatistics, StoreStatistics
 
 _REMEDY = "install the same release of infinistore on both"
@@ -211,6 +211,8 @@ STRUCTURE: dict[type[Message], Callable[[Any, Any], Any]] = {
 }
 _STRUCTURE_OF_NEWER: Structure = {cls: structure_function(cls, of_newer=True) for cls in KINDS.values()}
 UNSTRUCTURE = Unstructure({cls: unstructure_function(cls) for cls in KINDS.values()})
+UNSTRUCTURE_FOR_STRANGERS = unstructure_for(LAST_RELEASE)
+"""For a peer that has made no offer yet."""
 
 
 _SHORT, _LONG = 32, 256  # from this length in bytes on, msgpack writes the length of a text otherwise

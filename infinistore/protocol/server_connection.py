@@ -13,6 +13,7 @@ import attrs
 
 from infinistore.errors import InfiniStoreException, LimitExceeded, ProtocolError
 from infinistore.protocol.codec import (
+    UNSTRUCTURE_FOR_STRANGERS,
     Header,
     Structure,
     decode_body,
@@ -31,7 +32,6 @@ _new = tuple.__new__  # makes a named tuple without the call of a Python functio
 MAX_HELLO_BYTES = 16 * 1024
 """The maximum body that a server accepts before the hello, in bytes."""
 _HELLO_BUFFER_BYTES = 1024
-_UNSTRUCTURE_FOR_STRANGERS = unstructure_for(LAST_RELEASE)
 _ASKED: dict[type[Message], tuple[Event, type[Reply] | None]] = {
     **{cls: (Event.HELLO if cls is Hello else Event.REQUEST, reply) for cls, reply in REPLIES.items()},
     **dict.fromkeys(ONE_WAY, (Event.NOTICE, None)),
@@ -83,7 +83,7 @@ class ServerConnection:
         self.peer = LAST_RELEASE
         self._offer: Offer | None = offer  # until it is made
         self._structure: Structure | None = None
-        self._unstructure = _UNSTRUCTURE_FOR_STRANGERS
+        self._unstructure = UNSTRUCTURE_FOR_STRANGERS
         self._max_body_bytes = max_body_bytes
         self._max_batch_keys = max_batch_keys
         self._read_ahead_bytes = read_ahead_bytes

@@ -15,14 +15,15 @@ import math
 from collections.abc import Callable, Sequence
 from functools import partial
 from random import Random
-from typing import Protocol
+from typing import Final, Protocol, cast
 
 import trio
 
+from infinistore.config import ServerConfig
 from infinistore.core.clients import Client
 from infinistore.core.store import StoreCore
 from infinistore.disk.guarded_tier import Fetch, GuardedTier, Purging, names_on_disk
-from infinistore.disk.settings import TierSettings
+from infinistore.disk.settings import Admission, TierSettings
 from infinistore.disk.tier import DiskTier
 from infinistore.disk.waits import Prefetch, PrefixMatch, Wait
 from infinistore.disk_io.store_disks import StoreDisks
@@ -32,7 +33,8 @@ _REPLY_SHARE = 0.1
 """The part of a caller's time that is left for the reply, so that a miss arrives before
 the caller gives up."""
 _NO_DEADLINE_S = 24 * 3600.0
-_CLOSE_S = 5.0
+JOBS_END_S: Final = 5.0
+"""How long jobs of disks that were begun are waited for at the end."""
 
 
 class ServerDisks(Protocol):
@@ -67,11 +69,12 @@ class DiskService:
         self,
         disks: StoreDisks,
         core: StoreCore,
+        config: ServerConfig,
         *,
         clock: Callable[[], float],
         random: Random,
-        settings: TierSettings,
     ) -> None:
+        settings = TierSettings(admission=cast("Admission", config.disk_admission), wait_s=config.disk_wait_s)
         tier = DiskTier(core, clock=clock, settings=settings, random=random)
         self._disks = disks
         self._runner = disks.runner
@@ -128,7 +131,7 @@ class DiskService:
     async def close(self) -> None:
         """End `run`, and close the disks, so that another process may open them."""
         self._running.cancel()
-        await trio.to_thread.run_sync(partial(self._runner.close, timeout_s=_CLOSE_S))
+        await trio.to_thread.run_sync(partial(self._runner.close, timeout_s=JOBS_END_S))
 
     async def abandon(self) -> bool:
         """Write nothing more, and close the disks, while `run` runs: nobody uses the
@@ -136,7 +139,7 @@ class DiskService:
         go."""
         self.tier.abandon()
         self._wake()
-        with trio.move_on_after(_CLOSE_S):
+        with trio.move_on_after(JOBS_END_S):
             while not self.tier.is_idle:
                 await self._work.wait()
                 await trio.lowlevel.checkpoint()

@@ -26,6 +26,8 @@ from infinistore.transports.sockets.unix_listener import (
 )
 
 _log = logging.getLogger("infinistore.server")
+NO_DESCRIPTORS_PAUSE_S = 0.1
+"""How long who accepts connections waits if the process has no descriptors left."""
 
 
 @attrs.frozen

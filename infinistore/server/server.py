@@ -18,7 +18,7 @@ from infinistore.errors import ConfigError
 from infinistore.protocol.messages import Hello
 from infinistore.protocol.server_connection import ServerConnection
 from infinistore.server.environment import Environment
-from infinistore.server.listeners import ServerAddresses
+from infinistore.server.listeners import NO_DESCRIPTORS_PAUSE_S, ServerAddresses
 from infinistore.server.maintenance import purge_incrementally
 from infinistore.server.security import AuditLog, Reloads
 from infinistore.server.session.handshake import Handshakes
@@ -38,7 +38,6 @@ if TYPE_CHECKING:
 _log = logging.getLogger("infinistore.server")
 LAST_WRITES_S = 1.0
 """What disks have at least to end cleanly, however long sessions took to."""
-_NO_DESCRIPTORS_PAUSE_S = 0.1
 
 
 class Server:
@@ -300,7 +299,7 @@ class Server:
                 # closed, and the next connection waits a moment.
                 self._handshakes.drop_oldest()
                 self.context.log_budget.log(logging.WARNING, "cannot accept a connection", error=error.strerror)
-                await trio.sleep(_NO_DESCRIPTORS_PAUSE_S)
+                await trio.sleep(NO_DESCRIPTORS_PAUSE_S)
                 continue
             self.telemetry.connections_total += 1
             if isinstance(stream, SocketStream):

@@ -6,7 +6,7 @@ import os
 from collections.abc import Awaitable, Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from functools import partial
-from typing import TYPE_CHECKING, Final, TypeAlias, cast
+from typing import TYPE_CHECKING, TypeAlias
 
 from infinistore.access.policy import Policy, TenantPolicy
 from infinistore.config import ServerConfig
@@ -32,8 +32,6 @@ if TYPE_CHECKING:
 
 
 Background: TypeAlias = Callable[[], Awaitable[None]]
-_DISKS_END_S: Final = 5.0
-"""How long jobs of disks that were begun are waited for at the end."""
 
 
 async def open_stores(
@@ -108,13 +106,11 @@ async def open_disks(
     """
     if not config.disks:
         return None
-    from infinistore.disk.settings import Admission, TierSettings
-    from infinistore.server.disk import DiskService
+    from infinistore.server.disk import JOBS_END_S, DiskService
 
     disks = await environment.run_in_thread(environment.open_disks, config.disks, environment.random)
-    resources.callback(disks.runner.close, timeout_s=_DISKS_END_S)
-    settings = TierSettings(admission=cast("Admission", config.disk_admission), wait_s=config.disk_wait_s)
-    return DiskService(disks, core, clock=environment.clock, random=environment.random, settings=settings)
+    resources.callback(disks.runner.close, timeout_s=JOBS_END_S)
+    return DiskService(disks, core, config, clock=environment.clock, random=environment.random)
 
 
 def make_core(config: ServerConfig, pool: Pool, environment: Environment) -> StoreCore:

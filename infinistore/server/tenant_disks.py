@@ -9,18 +9,17 @@ removed: at the start, or when the tenants file is read again.
 import logging
 from collections.abc import Callable, Iterable
 from contextlib import ExitStack
-from typing import Final, cast
+from typing import Final
 
 import attrs
 import trio
 
 from infinistore.config import ServerConfig
 from infinistore.core.journal import Journal
-from infinistore.disk.settings import Admission, TierSettings
 from infinistore.disk_io.folder import TenantFolders
 from infinistore.disk_settings import DESCRIPTORS_OF_A_DISK, DiskPlace
 from infinistore.errors import ConfigError, DeadlineExceeded, DiskFailed, StoreUnavailable
-from infinistore.server.disk import DiskService
+from infinistore.server.disk import JOBS_END_S, DiskService
 from infinistore.server.environment import Environment
 from infinistore.server.maintenance import purge_incrementally
 from infinistore.server.tenancy import Tenancy, check_disks, disk_parts
@@ -31,8 +30,6 @@ _log = logging.getLogger("infinistore.server")
 _MOST_ENDS: Final = 2
 """The disks of how many tenants that are gone end at a time: however many these are,
 and if their disks hang, they leave the threads of the server to others."""
-_DISKS_END_S: Final = 5.0
-"""How long jobs of disks that were begun are waited for at the end."""
 
 
 @attrs.frozen(eq=False)
@@ -144,16 +141,13 @@ class TenantDisks:
             if isinstance(error, ConfigError):
                 raise
             raise ConfigError(f"the disks of tenant {limits.tenant!r} cannot be opened: {error}") from None
-        self._resources.callback(disks.runner.close, timeout_s=_DISKS_END_S)
+        self._resources.callback(disks.runner.close, timeout_s=JOBS_END_S)
         journal = Journal(reads=self._config.disk_admission == "second-use")
         tenants = self._tenancy.groups()[limits.group].tenants
         # What was taken over from an earlier process has a journal already.
         store = tenants.add_store(limits, journal) or tenants.all_stores()[limits.tenant]
         assert store.journal is not None, "nobody has used the store of a tenant that this server has not had"
-        settings = TierSettings(
-            admission=cast("Admission", self._config.disk_admission), wait_s=self._config.disk_wait_s
-        )
-        service = DiskService(disks, store, clock=environment.clock, random=environment.random, settings=settings)
+        service = DiskService(disks, store, self._config, clock=environment.clock, random=environment.random)
         self._open[limits.tenant] = _Open(service, limits.group)
         self._to_start.append(service)
         self._changed.set()

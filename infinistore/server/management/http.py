@@ -33,13 +33,13 @@ import trio
 from infinistore.errors import StoreUnavailable, TlsFailed
 from infinistore.protocol.codec import MAGIC
 from infinistore.server.budgets import LogBudget
+from infinistore.server.listeners import NO_DESCRIPTORS_PAUSE_S
 from infinistore.server.security import ORIGIN, PRIVATE, is_private, origin_of
 from infinistore.sizes import in_units
 from infinistore.transports.base import Stream
 from infinistore.transports.sockets.trio_streams import accept
 
 _log = logging.getLogger("infinistore.server")
-_NO_DESCRIPTORS_PAUSE_S = 0.1
 _LINGER_S = 1.0
 _RECEIVE_BYTES = 16 * 1024
 
@@ -106,7 +106,7 @@ async def serve_http(
                 except OSError as error:
                     slots.drop_longest()
                     log_budget.log(logging.WARNING, "cannot accept a management connection", error=error.strerror)
-                    await trio.sleep(_NO_DESCRIPTORS_PAUSE_S)
+                    await trio.sleep(NO_DESCRIPTORS_PAUSE_S)
                 else:
                     connections.start_soon(serve_connection, application, stream, slots)
 
