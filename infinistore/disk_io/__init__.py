@@ -6,8 +6,7 @@ could use io_uring. Nothing here decides what is read, written or forgotten.
 """
 
 from infinistore.disk_io.folder import DiskFolder, lock_holder, open_existing_folder, open_folder, open_folders
-from infinistore.disk_io.runner import DiskRunner, RunnerStatistics
-from infinistore.disk_io.thread_runner import ThreadRunner
+from infinistore.disk_io.runner import DiskRunner, RunnerStatistics, ThreadRunner
 
 __all__ = [
     "DiskFolder",

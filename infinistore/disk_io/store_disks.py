@@ -14,8 +14,7 @@ from infinistore.disk.disks import DiskStatistics as OneDisk
 from infinistore.disk.guarded_tier import GuardedTier
 from infinistore.disk.volume import Volume
 from infinistore.disk_io.folder import DiskFolder, open_folders
-from infinistore.disk_io.runner import DiskRunner
-from infinistore.disk_io.thread_runner import ThreadRunner
+from infinistore.disk_io.runner import DiskRunner, ThreadRunner
 from infinistore.disk_settings import DiskPlace
 from infinistore.statistics import DiskStatistics, DiskTierStatistics
 

@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 from xxhash import xxh3_64_intdigest
 
 from infinistore.disk.jobs import ALIGNMENT_BYTES, ReadInto, Write, aligned, file_bytes
-from infinistore.disk_io.thread_runner import Transfer
+from infinistore.disk_io.runner import Transfer
 
 PIECE_BYTES = 4 * ALIGNMENT_BYTES
 

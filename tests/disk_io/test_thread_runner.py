@@ -28,7 +28,7 @@ from infinistore.disk.jobs import (
 )
 from infinistore.disk_io import DiskFolder, ThreadRunner, open_folder
 from infinistore.disk_io.files import DiskFiles
-from infinistore.disk_io.thread_runner import PIECE_BYTES, DiskThreads
+from infinistore.disk_io.runner import PIECE_BYTES, DiskThreads
 from infinistore.errors import StoreUnavailable
 from infinistore.sizes import MIB
 from tests.bad_days.test_fork import in_child
