@@ -413,10 +413,10 @@ def _start_management(
 ) -> "Management | None":
     if not (found := listeners.management):
         return None
-    from infinistore.server.management import api  # late: an embedding that has none does not pay for it
+    from infinistore.server.management import api, operations  # late: an embedding that has none does not pay for it
 
     management = api.Management(config, policy)
-    limits = HttpLimits(connections=descriptors.management, probes=api.PROBES)
+    limits = HttpLimits(connections=descriptors.management, probes=operations.PROBES)
     secure = None if tls is None or found[0].family == socket.AF_UNIX else tls.secure_management
     nursery.start_soon(serve_http, management.application(), found, limits, secure)
     return management

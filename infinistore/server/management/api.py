@@ -24,7 +24,7 @@ from infinistore.server.maintenance import evict_incrementally
 from infinistore.server.management.http import Application
 from infinistore.server.management.metrics import METRICS_MEDIA_TYPE, render
 from infinistore.server.management.operations import (
-    PROBES,
+    REFUSED,
     Access,
     Operation,
     Schema,
@@ -44,8 +44,6 @@ from infinistore.statistics import (
     StoreStatistics,
     TenantStatistics,
 )
-
-__all__ = ["COMPONENTS", "OPERATIONS", "PROBES", "Management"]
 
 COMPONENTS: Final[dict[str, Schema]] = {}
 """The schemas that the operations refer to."""
@@ -238,7 +236,7 @@ OPERATIONS: Final = (
         "/purge",
         "Delete every key; num is how many there were. 503 if what is gone may be back after a restart",
         Management.purge,
-        {200: _DONE, 503: {"$ref": "#/components/schemas/Error"}},
+        {200: _DONE, 503: REFUSED},
         Role.ADMIN,
     ),
     Operation(
@@ -284,7 +282,7 @@ OPERATIONS: Final = (
         "/cluster",
         "The cluster as this server sees it, and whether it is registered there; 404 without a cluster",
         Management.cluster,
-        {200: schema_of(MembershipStatistics, COMPONENTS), 404: {"$ref": "#/components/schemas/Error"}},
+        {200: schema_of(MembershipStatistics, COMPONENTS), 404: REFUSED},
     ),
     Operation(
         "GET",
@@ -293,7 +291,7 @@ OPERATIONS: Final = (
         Management.tenants,
         {
             200: exactly(tenants=schema_of(list[TenantStatistics], COMPONENTS)),
-            404: {"$ref": "#/components/schemas/Error"},
+            404: REFUSED,
         },
     ),
     Operation("GET", "/metrics", "Metrics for Prometheus", Management.metrics, {200: METRICS_MEDIA_TYPE}),
@@ -302,7 +300,7 @@ OPERATIONS: Final = (
         "/reload",
         "Read the tenants file and the files of TLS again, as SIGHUP does; what cannot be used changes nothing",
         Management.reload,
-        {200: exactly(status={"const": "ok"}), 409: {"$ref": "#/components/schemas/Error"}},
+        {200: exactly(status={"const": "ok"}), 409: REFUSED},
         Role.ADMIN,
     ),
     Operation(
@@ -310,7 +308,7 @@ OPERATIONS: Final = (
         "/selftest",
         "Write, read back and delete a block over each transport, and through the disks, if there are some",
         Management.selftest,
-        {200: _SELFTEST, 503: {"anyOf": [_SELFTEST, {"$ref": "#/components/schemas/Error"}]}},
+        {200: _SELFTEST, 503: {"anyOf": [_SELFTEST, REFUSED]}},
         Role.ADMIN,
     ),
     Operation(
@@ -318,7 +316,7 @@ OPERATIONS: Final = (
         "/selftest",
         "Look a key up over each transport, and change nothing",
         Management.selftest,
-        {200: _SELFTEST, 503: {"anyOf": [_SELFTEST, {"$ref": "#/components/schemas/Error"}]}},
+        {200: _SELFTEST, 503: {"anyOf": [_SELFTEST, REFUSED]}},
     ),
 )
 

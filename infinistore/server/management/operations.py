@@ -14,7 +14,7 @@ import socket
 import types
 from collections.abc import Awaitable, Callable, Collection, Sequence
 from functools import partial
-from typing import Any, Final, Protocol, TypeAlias, Union, get_args, get_origin, get_type_hints
+from typing import Any, Final, TypeAlias, Union, get_args, get_origin, get_type_hints
 from urllib.parse import urlsplit
 
 import attrs
@@ -143,6 +143,8 @@ _PLAIN: dict[Any, Schema] = {
     str: {"type": "string"},
     bool: {"type": "boolean"},
 }
+REFUSED: Final[Schema] = {"$ref": "#/components/schemas/Error"}
+"""What an answer that refuses has."""
 _ERROR: Schema = {
     "type": "object",
     "properties": {"error": {"type": "string"}},
@@ -151,36 +153,28 @@ _ERROR: Schema = {
 }
 
 
-class Described(Protocol):
-    """What this module needs of an operation; see
-    `infinistore.server.management.api`.
-    """
+Handler: TypeAlias = Callable[[Any, Request], Awaitable[Response]]
+"""Answers a request for an API, which comes first."""
 
-    @property
-    def path(self) -> str:
-        """The path."""
 
-    @property
-    def method(self) -> str:
-        """The method, in capitals."""
+@attrs.frozen
+class Operation:
+    """One path and method."""
 
-    @property
-    def summary(self) -> str:
-        """One sentence."""
-
-    @property
-    def answers(self) -> dict[int, Schema | str]:
-        """By status: the schema of the JSON answer, or the media type of any other
-        answer.
-        """
-
-    @property
-    def parameters(self) -> dict[str, Schema]:
-        """The query parameters, all optional."""
-
-    @property
-    def body(self) -> Schema | None:
-        """The schema of the JSON body, which may be left out."""
+    method: str
+    path: str
+    summary: str
+    """One sentence."""
+    handler: Handler
+    answers: dict[int, Schema | str]
+    """By status: the schema of the JSON answer, or the media type of any other
+    answer."""
+    role: Role = Role.MONITOR
+    """The role that it needs."""
+    parameters: dict[str, Schema] = attrs.field(factory=dict)
+    """The query parameters, all optional."""
+    body: Schema | None = None
+    """The schema of the JSON body, which may be left out."""
 
 
 def schema_of(kind: Any, components: dict[str, Schema]) -> Schema:
@@ -207,7 +201,7 @@ def schema_of(kind: Any, components: dict[str, Schema]) -> Schema:
     return {"$ref": f"#/components/schemas/{kind.__name__}"}
 
 
-def document(operations: Sequence[Described], components: dict[str, Schema], *, wants_token: bool) -> Schema:
+def document(operations: Sequence[Operation], components: dict[str, Schema], *, wants_token: bool) -> Schema:
     """Return the OpenAPI document. `components` are the schemas that the operations
     refer to.
     """
@@ -225,16 +219,14 @@ def document(operations: Sequence[Described], components: dict[str, Schema], *, 
     }
 
 
-def _operation(operation: Described, wants_token: bool) -> Schema:
+def _operation(operation: Operation, wants_token: bool) -> Schema:
     described: Schema = {
         "summary": operation.summary,
         "operationId": f"{operation.method.lower()}_{operation.path.strip('/')}",
         "responses": {str(status): _described_answer(status, answer) for status, answer in operation.answers.items()},
     }
     for status in _refusals(operation, wants_token):
-        described["responses"].setdefault(
-            str(status), _described_answer(status, {"$ref": "#/components/schemas/Error"})
-        )
+        described["responses"].setdefault(str(status), _described_answer(status, REFUSED))
     if operation.parameters:
         described["parameters"] = [
             {"name": name, "in": "query", "required": False, "schema": schema}
@@ -247,7 +239,7 @@ def _operation(operation: Described, wants_token: bool) -> Schema:
     return described
 
 
-def _refusals(operation: Described, wants_token: bool) -> list[int]:
+def _refusals(operation: Operation, wants_token: bool) -> list[int]:
     """Return the error statuses that an operation may answer with."""
     refusals = [408, 413, 500, 503]
     if operation.parameters or operation.body is not None:
@@ -279,10 +271,6 @@ _DESCRIPTIONS = {
 }
 
 
-Handler: TypeAlias = Callable[[Any, Request], Awaitable[Response]]
-"""Answers a request for an API, which comes first."""
-
-
 def exactly(**properties: Schema) -> Schema:
     """Return the schema of an object that has exactly these properties."""
     return {
@@ -291,21 +279,6 @@ def exactly(**properties: Schema) -> Schema:
         "required": list(properties),
         "additionalProperties": False,
     }
-
-
-@attrs.frozen
-class Operation:
-    """One path and method. `answers` are by status, as in `Described`."""
-
-    method: str
-    path: str
-    summary: str
-    handler: Handler
-    answers: dict[int, Schema | str]
-    role: Role = Role.MONITOR
-    """The role that it needs."""
-    parameters: dict[str, Schema] = attrs.field(factory=dict)
-    body: Schema | None = None
 
 
 def application_of(
