@@ -489,9 +489,9 @@ def _is_static(cluster: "ClusterUrl") -> bool:
 def _purge_registered(place: Any, timeout_s: float, ask_instance: "AskInstance") -> tuple[list[str], dict[str, str]]:
     import trio
 
-    from infinistore.cluster_io.operators import purge_registered
+    from infinistore.cluster_io.operators import Operator
 
-    purged = trio.run(purge_registered, place, timeout_s, ask_instance)
+    purged = trio.run(Operator(place, ask_instance).purge, timeout_s)
     problem = f"it did not say so within {timeout_s:g} s; it purges as soon as it hears from etcd"
     return list(purged.done), dict.fromkeys(purged.waiting, problem)
 

@@ -67,12 +67,22 @@ class Operator:
         """
         await self._run(lambda session: follow_node(session, self._layout, node_id, until=until))
 
-    async def _run(self, flow: Callable[[EtcdSession], Flow[_T]]) -> _T:
+    async def purge(self, timeout_s: float) -> Purged:
+        """Write to etcd that the cluster is purged, and wait until its nodes have done
+        it, but not longer than `timeout_s`.
+        """
+        unique = secrets.token_hex(16)
+        return await self._run(
+            lambda session: purge_cluster(session, self._layout, unique, trio.current_time, timeout_s),
+            "the cluster may not be purged; etcd",
+        )
+
+    async def _run(self, flow: Callable[[EtcdSession], Flow[_T]], problem: str = "etcd") -> _T:
         runner = FlowRunner(EtcdConnections(self._place), ask_instance=self._ask_instance)
         try:
             return await runner.run(flow(self._session))
         except (EtcdUnavailable, EtcdMisbehaved, EtcdRefused) as error:
-            raise StoreUnavailable(f"etcd: {error}") from None
+            raise StoreUnavailable(f"{problem}: {error}") from None
 
 
 async def set_state_in_file(place: FilePlace, node_id: str, state: NodeState, *, force: bool) -> bool:
@@ -134,21 +144,3 @@ def _replace(path: Path, text: str) -> None:
         with contextlib.suppress(OSError):
             Path(name).unlink()
         raise
-
-
-async def purge_registered(place: EtcdPlace, timeout_s: float, ask_instance: AskInstance) -> Purged:
-    """Write to etcd that the cluster is purged, and wait until its nodes have done it,
-    but not longer than `timeout_s`. `ask_instance` asks a node who it is.
-
-    Raises:
-        ConfigError: etcd knows no such cluster, or a file that `place` names cannot be
-            used.
-        StoreUnavailable: etcd does not answer, or refuses.
-    """
-    runner = FlowRunner(EtcdConnections(place), ask_instance=ask_instance)
-    session = make_session(place, Random())
-    try:
-        flow = purge_cluster(session, Layout(place.cluster), secrets.token_hex(16), trio.current_time, timeout_s)
-        return await runner.run(flow)
-    except (EtcdUnavailable, EtcdMisbehaved, EtcdRefused) as error:
-        raise StoreUnavailable(f"the cluster may not be purged; etcd: {error}") from None
