@@ -385,7 +385,7 @@ class TenantPool(Pool):
 
     def __init__(self, whole: Pool) -> None:
         super().__init__(whole.allocator)
-        self.on_change: Callable[[int], object] = _tell_nobody
+        self.on_change: Callable[[int], object] = lambda before: None
         self._whole = whole
         self._extents = 0
         self.arenas = whole.arenas
@@ -435,10 +435,6 @@ class TenantPool(Pool):
         """Does nothing: the arenas are those of the whole pool."""
 
 
-def _tell_nobody(before: int) -> None:
-    """Tell nobody."""
-
-
 _ALL = 1 << 62  # bytes
 
 
@@ -457,7 +453,7 @@ class TenantSpace(Space):
         self.listed = float("-inf")
         self.index: Callable[[], Index] = Index
         """Returns the index of the tenant, up to date."""
-        self.expire_holds: Callable[[], object] = _end_nothing
+        self.expire_holds: Callable[[], object] = lambda: None
         """Ends the holds whose time is over."""
         self.blocks_reserved: Callable[[], int] = int
         """Returns how many blocks its unfinished writes have."""
@@ -580,7 +576,3 @@ class TenantSpace(Space):
 
     def _note_change(self, before_bytes: int) -> None:
         self._sharing.note_taken(self, before_bytes, self._pool.used_bytes)
-
-
-def _end_nothing() -> None:
-    """End nothing."""

@@ -1,5 +1,6 @@
-"""What runs the jobs of the tier: given jobs, it answers with results. `DiskRunner` is the
-interface; `ThreadRunner` runs them in threads, which hand in their results in one list.
+"""What runs the jobs of the tier: given jobs, it answers with results. `DiskRunner` is
+the interface; `ThreadRunner` runs them in threads, which hand in their results in one
+list.
 
 Whoever drives a tier submits its jobs, waits until `fd` is readable, and takes the
 results. That works in an event loop and with poll(2) alike. `run_steps` does it for a
