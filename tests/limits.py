@@ -1,11 +1,11 @@
 """How long a test may take: what is stuck fails, and then ends.
 
 pytest-timeout raises an error in a test that takes longer than its limit. That is not
-enough. The error can be raised inside `infinistore.cli.failures.run`, which answers for
-every error, so that the test goes on; and once a test has failed, its fixtures may take
-for ever. Here the clock runs until the whole test is over. `GRACE_S` after its error
-the process ends, with the stack of each thread. pytest-xdist then names the test, and
-starts another process for the rest.
+enough. The error can be raised inside `infinistore.cli.failures.answered`, which
+answers for every error, so that the test goes on; and once a test has failed, its
+fixtures may take for ever. Here the clock runs until the whole test is over. `GRACE_S`
+after its error the process ends, with the stack of each thread. pytest-xdist then names
+the test, and starts another process for the rest.
 """
 
 import faulthandler

@@ -14,7 +14,7 @@ from typing import NoReturn
 def main(arguments: Sequence[str] | None = None) -> NoReturn:
     """Run the command line with `arguments` (None: `sys.argv`), and exit."""
     try:
-        from infinistore.cli.failures import run
+        from infinistore.cli.root import run
 
         code = run(sys.argv[1:] if arguments is None else list(arguments))
     except KeyboardInterrupt:  # before the command started, or during its cleanup

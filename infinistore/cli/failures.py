@@ -14,7 +14,7 @@ from typing import Final, TextIO
 
 import attrs
 import rich_click as click
-from click.exceptions import Exit, NoArgsIsHelpError
+from click.exceptions import NoArgsIsHelpError
 
 from infinistore import errors
 from infinistore.cli.files import BadManifest
@@ -81,26 +81,9 @@ def session_of(context: click.Context) -> Session:
     return context.find_root().ensure_object(Session)
 
 
-def invoke_command(arguments: Sequence[str], session: Session) -> int:
-    """Run the command named by `arguments`. Returns its exit code; raises its
-    errors.
-    """
-    from infinistore.cli.root import PROGRAM, complete, root
-
-    if complete():
-        return OK
-    try:
-        with root.make_context(PROGRAM, list(arguments), obj=session) as context:
-            root.invoke(context)
-    except Exit as stop:  # how click ends --help and --version
-        return stop.exit_code
-    return OK
-
-
-def run(arguments: Sequence[str], invoke: Callable[[Sequence[str], Session], int] = invoke_command) -> int:
-    """Run the command named by `arguments`. Returns its exit code and never raises.
-
-    `invoke` carries the command out.
+def answered(arguments: Sequence[str], invoke: Callable[[Sequence[str], Session], int]) -> int:
+    """Run the command named by `arguments`, which `invoke` carries out. Returns its
+    exit code and never raises.
     """
     session = Session()
     # No socket may take the place of a stream that was closed.

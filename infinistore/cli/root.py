@@ -6,12 +6,15 @@ that names both. Without a subcommand, `infinistore` is the server:
 """
 
 import os
+from collections.abc import Sequence
 from importlib import import_module
 from typing import Final
 
 import rich_click as click
+from click.exceptions import Exit
 from click.shell_completion import CompletionItem, shell_complete
 
+from infinistore.cli.failures import OK, Session, answered
 from infinistore.settings import near
 from infinistore.version import __version__
 
@@ -109,7 +112,26 @@ root: Final = _Root(
 click.version_option(__version__, "--version", prog_name=PROGRAM, message="%(prog)s %(version)s")(root)
 
 
-def complete() -> bool:
+def run(arguments: Sequence[str]) -> int:
+    """Run the command named by `arguments`. Returns its exit code and never raises."""
+    return answered(arguments, _invoke)
+
+
+def _invoke(arguments: Sequence[str], session: Session) -> int:
+    """Run the command named by `arguments`. Returns its exit code; raises its
+    errors.
+    """
+    if _complete():
+        return OK
+    try:
+        with root.make_context(PROGRAM, list(arguments), obj=session) as context:
+            root.invoke(context)
+    except Exit as stop:  # how click ends --help and --version
+        return stop.exit_code
+    return OK
+
+
+def _complete() -> bool:
     """Answer a shell's request for completions. Returns whether there was one."""
     instruction = os.environ.get(COMPLETION_VARIABLE)
     if not instruction:

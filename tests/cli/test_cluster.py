@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from infinistore import blocking
-from infinistore.cli.failures import run
+from infinistore.cli.root import run
 from tests.cluster_client.clusters import Cluster, running_cluster
 from tests.cluster_io.etcd import Etcd, needs_etcd
 from tests.transports.certificates import issue

@@ -12,8 +12,8 @@ import pytest
 import rich_click as click
 
 from infinistore import errors
-from infinistore.cli.failures import EXIT_CODES, run
-from infinistore.cli.root import COMMANDS
+from infinistore.cli.failures import EXIT_CODES, answered
+from infinistore.cli.root import COMMANDS, run
 from infinistore.config import load_server_config, server_settings
 from infinistore.settings import markdown_table
 from tests.cli.conftest import Run
@@ -180,7 +180,7 @@ def test_each_error_has_its_exit_code_and_one_line(
     error: BaseException, code: int, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.delenv("INFINISTORE_LOG_LEVEL", raising=False)
-    assert run([], _raise(error)) == code
+    assert answered([], _raise(error)) == code
     assert code in EXIT_CODES
     shown = capsys.readouterr().err
     assert shown.count("\n") == (0 if code == 130 else 1)
@@ -191,7 +191,7 @@ def test_a_traceback_is_shown_for_debug_only(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setenv("INFINISTORE_LOG_LEVEL", "debug")
-    assert run([], _raise(errors.StoreUnavailable("gone"))) == 3
+    assert answered([], _raise(errors.StoreUnavailable("gone"))) == 3
     shown = capsys.readouterr().err
     assert "Traceback" in shown
     assert shown.endswith("infinistore: gone\n")
@@ -236,7 +236,7 @@ def test_help_exit_codes_lists_them_all(capsys: pytest.CaptureFixture[str]) -> N
 # In children of one process, which has imported nothing.
 _IMPORTED = """
 import os, sys
-from infinistore.cli.failures import run
+from infinistore.cli.root import run
 for arguments in sys.argv[1:]:
     if os.fork() == 0:
         run(arguments.split())
@@ -250,11 +250,11 @@ for arguments in sys.argv[1:]:
 def test_help_imports_neither_the_event_loop_nor_the_engine() -> None:
     asked = ["--help", "serve --help", "put --help", "help settings"]
     ended = subprocess.run([sys.executable, "-c", _IMPORTED, *asked], capture_output=True, check=True)
-    answered = dict(line.split(",", 1) for line in ended.stderr.decode().splitlines())
-    assert list(answered) == asked
+    imports = dict(line.split(",", 1) for line in ended.stderr.decode().splitlines())
+    assert list(imports) == asked
     heavy = {"trio", "asyncio", "cattrs", "yaml", "msgpack", "bitarray", "xxhash", "numpy", "torch", "rich.progress"}
     engine = ("infinistore.core", "infinistore.server", "infinistore.client")
-    for imported in answered.values():
+    for imported in imports.values():
         assert [name for name in imported.split(",") if name in heavy or name.startswith(engine)] == []
 
 

@@ -212,7 +212,7 @@ def test_an_exit_that_rich_makes_of_a_closed_pipe_is_that_of_a_closed_pipe(
 
     with open(_closed_pipe(), "w") as output, monkeypatch.context() as here:
         here.setattr(sys, "stdout", output)
-        assert failures.run([], show) == 141
+        assert failures.answered([], show) == 141
     assert capfd.readouterr().err == ""
 
 

@@ -9,7 +9,7 @@ from unittest import mock
 
 import pytest
 
-from infinistore.cli.failures import run
+from infinistore.cli.root import run
 from infinistore.client.api.blocking_store import BlockingStore
 from infinistore.errors import StoreUnavailable
 from tests.cli.conftest import Run, StartServer

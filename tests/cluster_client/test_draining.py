@@ -19,7 +19,7 @@ from typing import Any
 import pytest
 
 from infinistore import blocking
-from infinistore.cli.failures import run
+from infinistore.cli.root import run
 from infinistore.cluster.documents import Drain, write_drain
 from infinistore.cluster.etcd.layout import Layout
 from infinistore.sizes import MIB

@@ -7,7 +7,7 @@ import json
 import pytest
 import trio
 
-from infinistore.cli.failures import run
+from infinistore.cli.root import run
 from tests.rdma.conftest import Host
 from tests.rdma.serving import serving
 

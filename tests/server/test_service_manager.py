@@ -20,7 +20,7 @@ import trio
 import trio.testing
 
 from infinistore import blocking, service_manager
-from infinistore.cli import failures
+from infinistore.cli import root
 from infinistore.errors import ConfigError
 from infinistore.server import serve
 from infinistore.service_manager import ServiceManager
@@ -304,7 +304,7 @@ def refused(give: Give, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureF
     def serve_in_vain(descriptor: int, *flags: str) -> str:
         for name, value in give(descriptor).items():
             monkeypatch.setenv(name, value)
-        assert failures.run(["serve", *FLAGS, "--unix-socket", "off", *flags]) != 0
+        assert root.run(["serve", *FLAGS, "--unix-socket", "off", *flags]) != 0
         (line,) = capsys.readouterr().err.splitlines()
         return line
 

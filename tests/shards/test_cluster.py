@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from infinistore import blocking
-from infinistore.cli.failures import run
+from infinistore.cli.root import run
 from infinistore.cluster.locate import parse_cluster_url
 from infinistore.cluster.membership import NodeState
 from infinistore.cluster_io.thread import open_membership

@@ -15,7 +15,7 @@ import pytest
 from infinistore import blocking
 from infinistore.access.tenants import digest_of, make_token
 from infinistore.blocking import BlockingStore
-from infinistore.cli.failures import run
+from infinistore.cli.root import run
 from infinistore.errors import AuthenticationFailed, LimitExceeded
 from infinistore.sizes import KIB
 from tests.asking import until
