@@ -1,5 +1,5 @@
-"""The command `infinistore`: finds the subcommand, and imports only its module; helps with
-them (`infinistore help`), and completes them (`infinistore completion`).
+"""The command `infinistore`: finds the subcommand, and imports only its module. Help on
+all of them (`infinistore help`), and their completion (`infinistore completion`).
 
 A subcommand is a click command in a module of this package, and a line in `COMMANDS`
 that names both. Without a subcommand, `infinistore` is the server:
@@ -45,8 +45,8 @@ COMMANDS: Final = {
     "pin": ("Keys", "infinistore.cli.store_commands:pin"),
     "unpin": ("Keys", "infinistore.cli.store_commands:unpin"),
     "demo": ("Help", "infinistore.cli.demo:command"),
-    "completion": ("Help", "infinistore.cli.root:completion"),
-    "help": ("Help", "infinistore.cli.root:command"),
+    "completion": ("Help", "infinistore.cli.root:show_completion"),
+    "help": ("Help", "infinistore.cli.root:show_help"),
 }
 
 _OWN_FLAGS: Final = ("--help", "-h", "--version")
@@ -115,6 +115,50 @@ root: Final = _Root(
 click.version_option(__version__, "--version", prog_name=PROGRAM, message="%(prog)s %(version)s")(root)
 
 
+@click.command("completion", short_help="Print a shell completion script.")
+@click.argument("shell", type=click.Choice(["bash", "zsh", "fish"]))
+def show_completion(shell: str) -> None:
+    """Print a completion script for SHELL.
+
+    \b
+    bash    eval "$(infinistore completion bash)"      in ~/.bashrc
+    zsh     eval "$(infinistore completion zsh)"       in ~/.zshrc
+    fish    infinistore completion fish | source       in ~/.config/fish/config.fish
+    """
+    kind = get_completion_class(shell)
+    if kind is None:
+        raise click.UsageError(f"there is no completion for {shell}")
+    print_line(kind(root, {}, PROGRAM, COMPLETION_VARIABLE).source())
+
+
+_EXIT_CODES = "exit-codes"
+_SETTINGS = "settings"
+
+
+@click.command("help", short_help="Show help for a command, the exit codes, or the settings.")
+@click.argument("topic", metavar="[COMMAND...|exit-codes|settings]", nargs=-1)
+@click.pass_context
+def show_help(context: click.Context, topic: tuple[str, ...]) -> None:
+    """Show help for a command, the exit codes, or all server settings as Markdown."""
+    if topic == (_EXIT_CODES,):
+        for code, meaning in EXIT_CODES.items():
+            print_line(f"{code:>4}  {meaning}")
+        return
+    if topic == (_SETTINGS,):
+        print_line(markdown_table(server_settings()))
+        return
+    found: click.Command = root
+    topics = [*COMMANDS, _EXIT_CODES, _SETTINGS]
+    for count, name in enumerate(topic, 1):
+        deeper = found.get_command(context, name) if isinstance(found, click.Group) else None
+        if deeper is None:
+            raise click.UsageError(f"there is no help on {' '.join(topic[:count])!r}{near(name, topics)}", context)
+        found = deeper
+        topics = found.list_commands(context) if isinstance(found, click.Group) else []
+    with root.make_context(PROGRAM, [*topic, "--help"]) as again:
+        root.invoke(again)
+
+
 def run(arguments: Sequence[str]) -> int:
     """Run the command named by `arguments`. Returns its exit code and never raises."""
     return answered(arguments, _invoke)
@@ -141,49 +185,3 @@ def _complete() -> bool:
         return False
     shell_complete(root, {}, PROGRAM, COMPLETION_VARIABLE, instruction)
     return True
-
-
-@click.command("completion", short_help="Print a shell completion script.")
-@click.argument("shell", type=click.Choice(["bash", "zsh", "fish"]))
-def show_completion(shell: str) -> None:
-    """Print a completion script for SHELL.
-
-    \b
-    bash    eval "$(infinistore completion bash)"      in ~/.bashrc
-    zsh     eval "$(infinistore completion zsh)"       in ~/.zshrc
-    fish    infinistore completion fish | source       in ~/.config/fish/config.fish
-    """
-
-    kind = get_completion_class(shell)
-    if kind is None:
-        raise click.UsageError(f"there is no completion for {shell}")
-    print_line(kind(root, {}, PROGRAM, COMPLETION_VARIABLE).source())
-
-
-_EXIT_CODES = "exit-codes"
-_SETTINGS = "settings"
-
-
-@click.command("help", short_help="Show help for a command, the exit codes, or the settings.")
-@click.argument("topic", metavar="[COMMAND...|exit-codes|settings]", nargs=-1)
-@click.pass_context
-def show_help(context: click.Context, topic: tuple[str, ...]) -> None:
-    """Show help for a command, the exit codes, or all server settings as Markdown."""
-
-    if topic == (_EXIT_CODES,):
-        for code, meaning in EXIT_CODES.items():
-            print_line(f"{code:>4}  {meaning}")
-        return
-    if topic == (_SETTINGS,):
-        print_line(markdown_table(server_settings()))
-        return
-    found: click.Command = root
-    topics = [*COMMANDS, _EXIT_CODES, _SETTINGS]
-    for count, name in enumerate(topic, 1):
-        deeper = found.get_command(context, name) if isinstance(found, click.Group) else None
-        if deeper is None:
-            raise click.UsageError(f"there is no help on {' '.join(topic[:count])!r}{near(name, topics)}", context)
-        found = deeper
-        topics = found.list_commands(context) if isinstance(found, click.Group) else []
-    with root.make_context(PROGRAM, [*topic, "--help"]) as again:
-        root.invoke(again)
