@@ -24,7 +24,6 @@ from infinistore.client.cluster.nodes import Nodes
 from infinistore.client.connection.effects import Background, Outcome, Part, Together
 from infinistore.client.options import Options
 from infinistore.cluster.membership import Node, NodeState
-from infinistore.cluster.placement import Placement
 from infinistore.core import Pool, StoreCore, create_arena
 from infinistore.core.limits import CoreLimits
 from infinistore.server.cluster import Others
@@ -176,11 +175,6 @@ class Moving:
                 await calls.call(requests.Delete(keys))
         self.deleted = True
 
-    def places(self) -> dict[str, list[str]]:
-        places = Placement(self.given.view).places(KEYS)
-        names = list(self.nodes)
-        return {key: [names[place] for place in some] for key, some in zip(KEYS, places, strict=True)}
-
     def there(self) -> dict[str, list[str]]:
         return {name: keys for name, node in self.nodes.items() if (keys := node.core.all_keys())}
 
@@ -201,7 +195,7 @@ class Moving:
 @settings(max_examples=examples(300), deadline=None)
 @given(
     states=st.lists(st.sampled_from(NodeState), min_size=2, max_size=4).filter(
-        lambda states: states.count(DRAINING) < len(states)
+        lambda states: states.count(DRAINING) < len(states) > states.count(SERVING)
     ),
     copies=st.integers(1, 2),
     data=st.data(),
@@ -216,8 +210,9 @@ def test_no_copy_brings_a_key_back(
 ) -> None:
     moving = Moving(states, copies)
     try:
-        for key, places in moving.places().items():
-            for name in data.draw(st.sets(st.sampled_from(places))):
+        for key in KEYS:
+            # Also where it does not belong any more: a former owner may have it still.
+            for name in data.draw(st.sets(st.sampled_from(list(moving.nodes)))):
                 moving.nodes[name].put([key])
         for _ in range(data.draw(st.integers(0, 4))):
             moving.steps.begin(moving.read())

@@ -19,7 +19,7 @@ from infinistore.cluster.membership import NodeState
 from infinistore.protocol.versions import Capability
 from infinistore.server.cluster import OtherNodes, Others, PushLimits, open_nodes, push
 from tests.clients.stores import servers_lack
-from tests.cluster_client.clusters import Cluster, Given, running_cluster
+from tests.cluster_client.clusters import Cluster, Given, running_cluster, until
 
 JOINING, SERVING, DRAINING = NodeState
 NAMES = [f"key {number}" for number in range(60)]
@@ -129,3 +129,18 @@ async def test_a_node_of_an_older_release_gets_no_copies(caplog: pytest.LogCaptu
         assert told[-1].failed_groups == told[-1].groups > 0
     problems = [str(vars(record).get("problem", "")) for record in caplog.records]
     assert any("is of an older release" in problem for problem in problems)
+
+
+def test_while_nodes_join_keys_are_deleted_on_all_former_owners() -> None:
+    with running_cluster(4) as some:
+        given = given_states(some, SERVING)
+        with blocking.open_store(URL, environment=environment(given), lookup_deadline_s=60) as store:
+            counters = store.calls.counters  # type: ignore[attr-defined]
+            store.put_many(BLOCKS)
+            for count in (1, 2, 3):
+                given.give(given_states(some, SERVING, *[JOINING] * count).view.nodes)
+                store.get_many(NAMES)
+                until(lambda: not counters.warming_bytes)
+            assert all(member.keys() for member in some.members)
+            assert store.delete(NAMES) == len(NAMES)
+            assert [member.keys() for member in some.members] == [set()] * 4

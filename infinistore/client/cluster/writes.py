@@ -141,8 +141,8 @@ def _tell_lost(
 async def delete(call: CallInView, request: Delete) -> int:
     """Delete keys wherever they are; return how many were there.
 
-    While blocks are copied from node to node, those that they come from are told before
-    those that they go to: `infinistore/core/deletions.py` says why.
+    While blocks are copied from node to node, all nodes are told, and those that copies
+    come from before those that they go to: `infinistore/core/deletions.py` says why.
 
     Raises:
         StoreUnavailable: a node could not be reached. The keys of the others were
@@ -173,16 +173,18 @@ def _by_node(call: CallInView, keys: Sequence[str]) -> list[tuple[int, Sequence[
 
 
 def _in_turns(call: CallInView, keys: Sequence[str]) -> list[list[tuple[int, Sequence[int]]]]:
-    """Return the same, with those that copies come from before those they go to.
+    """Return all nodes, and the positions of the keys: those that copies come from
+    before those they go to.
 
     A draining node passes on to others, and no block goes there; the first place of a
-    key gets copies from its later places.
+    key gets copies from its later places. A node that is no place of a key may have it
+    from before, and may be a place again in the next view.
     """
     nodes = call.view.view.nodes
     turns: tuple[dict[int, list[int]], ...] = ({}, {}, {})
     for position, places in enumerate(call.view.placement.places(keys)):
-        for rank, index in enumerate(places):
-            turn = 0 if nodes[index].state is NodeState.DRAINING else 1 if rank else 2
+        for index, node in enumerate(nodes):
+            turn = 0 if node.state is NodeState.DRAINING or index not in places else 1 if index != places[0] else 2
             turns[turn].setdefault(index, []).append(position)
     return [[*turn.items()] for turn in turns if turn]
 
