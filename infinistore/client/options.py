@@ -19,7 +19,7 @@ import attrs
 
 from infinistore.addresses import DEFAULT_SERVICE_PORT
 from infinistore.client.store_options import StoreOptions
-from infinistore.cluster.locate import ClusterUrl, is_cluster_url, parse_cluster_url
+from infinistore.cluster.locate import CLUSTER_SCHEMES, ClusterUrl, is_cluster_url, parse_cluster_url
 from infinistore.disk_settings import ADMISSIONS, DiskPlace, disk_places
 from infinistore.errors import ConfigError
 from infinistore.secret_files import MAX_TOKEN_BYTES, clean_token, read_token
@@ -100,8 +100,6 @@ def parse_url(url: str) -> StoreUrl:
     if not separator:
         raise ConfigError(f"{url!r} is no URL of a store; write infinistore://{url or 'HOST'}")
     if scheme not in SCHEMES:
-        from infinistore.cluster.locate import CLUSTER_SCHEMES  # late: few stores are clusters
-
         known = [*SCHEMES, *CLUSTER_SCHEMES]
         hint = near(scheme, known) or f"; known are {', '.join(known)}"
         raise ConfigError(f"unknown scheme {scheme!r} in {url!r}{hint}")

@@ -9,17 +9,15 @@ blocking twin iterate over what `Removed` finds (`infinistore.client.api.results
 
 from collections.abc import Iterable, Mapping, Sequence
 from itertools import compress
-from typing import TYPE_CHECKING, Any, ClassVar, Generic, NamedTuple, TypeAlias, TypeVar
+from typing import Any, ClassVar, Generic, NamedTuple, TypeAlias, TypeVar
 
 import attrs
 
 from infinistore.client.memory.buffers import DeviceBatch
 from infinistore.client.memory.views import Kept, Leased, ReservedRoom
+from infinistore.cluster.membership import View
 from infinistore.errors import KeyNotFound, StoreUnavailable
 from infinistore.statistics import Stats
-
-if TYPE_CHECKING:
-    from infinistore.cluster.membership import View
 
 
 def closed(why: str) -> StoreUnavailable:
@@ -496,7 +494,7 @@ class Followed:
 
     places: Mapping[str, Place]
     removed: RemovedKeys
-    view: "View | None" = None
+    view: View | None = None
 
 
 @attrs.define
@@ -509,7 +507,7 @@ class Removed(Request[Followed]):
 
     places: Mapping[str, Place]
     wait_s: float
-    view: "View | None" = None
+    view: View | None = None
     waits: ClassVar[bool] = True
 
     def at(self, node: str) -> "Removed":

@@ -66,7 +66,7 @@ def found_addresses(found: Found) -> list[SocketAddress]:
     return found
 
 
-def look_up(host: str, port: int) -> "Future[Found]":
+def look_up(host: str, port: int) -> Future[Found]:
     """Return the addresses of a host, or a future of them. An address needs no lookup,
     and so no thread.
 
@@ -98,7 +98,7 @@ def look_up(host: str, port: int) -> "Future[Found]":
     return answer
 
 
-def _look_up(wanted: tuple[int, str, int], answer: "Future[Found]") -> None:
+def _look_up(wanted: tuple[int, str, int], answer: Future[Found]) -> None:
     _, host, port = wanted
     found: Found
     try:
@@ -145,7 +145,7 @@ class Dialer:
         self._answer: tuple[Future[Found], float] | None = None
         """What was looked up, and when a call last waited for it."""
 
-    def look_up(self, host: str, port: int, now: float) -> "Future[Found]":
+    def look_up(self, host: str, port: int, now: float) -> Future[Found]:
         """Do as `look_up`, or return what a call waited for in vain, unless that has
         been there too long.
         """

@@ -381,7 +381,7 @@ async def connect_tcp(host: str, port: int, dialer: Dialer | None = None) -> Soc
     return SocketStream(sock)
 
 
-async def _result(answer: "Future[Found]") -> Found:
+async def _result(answer: Future[Found]) -> Found:
     await trio.lowlevel.checkpoint()
     if not answer.done():
         done = trio.Event()

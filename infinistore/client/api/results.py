@@ -6,13 +6,11 @@ it is not asked. Only closing the store ends the iteration.
 """
 
 from collections.abc import Callable, Mapping
-from typing import TYPE_CHECKING, Any, Self
+from typing import Any, Self
 
 from infinistore.client.requests import Followed, Place, Removed, RemovedKeys
+from infinistore.cluster.membership import View
 from infinistore.errors import DeadlineExceeded, StoreUnavailable
-
-if TYPE_CHECKING:
-    from infinistore.cluster.membership import View
 
 
 class PrefixMatch(int):

@@ -69,7 +69,7 @@ class AwaitDisk(NamedTuple):
     seconds at the latest. A call that is given up just forgets it.
     """
 
-    done: "Future[None]"
+    done: Future[None]
     within_s: float | None = None
 
     def __await__(self) -> Generator["AwaitDisk", None, None]:

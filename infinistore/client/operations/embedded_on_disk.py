@@ -81,7 +81,7 @@ class EmbeddedDisks:
             os.close(self._wake_fd)
             raise
 
-    def waiting(self, wait: Wait) -> "Future[None]":
+    def waiting(self, wait: Wait) -> Future[None]:
         """Return what is done when a wait is settled. Under the lock."""
         done: Future[None] = Future()
         done.set_running_or_notify_cancel()  # whoever waits may go, and the result come all the same
