@@ -198,9 +198,12 @@ class Removals:
 
     def delete(self, index: Index, keys: Sequence[str], change: Change = "delete") -> int:
         """Remove those of the keys that are there; return how many."""
-        entries = list(filter(None, index.get_many(keys)))
         if self.deletions is not None:
             self.deletions.note(keys)
+        return self._delete(index, keys, change)
+
+    def _delete(self, index: Index, keys: Sequence[str], change: Change) -> int:
+        entries = list(filter(None, index.get_many(keys)))
         deleted = self.remove(index, keys, entries)
         self.deleted += deleted
         if self._journal is not None:
@@ -225,7 +228,7 @@ class Removals:
         """Remove every key, or the coldest `max_keys` of them; return how many."""
         change: Change = "purge" if max_keys is None else "delete"
         self._note_purge()
-        return self.delete(index, list(islice(index, max_keys)), change)
+        return self._delete(index, list(islice(index, max_keys)), change)
 
     def purge_in_slices(self, up_to_date: Callable[[], Index]) -> Iterator[int]:
         """Remove every key that is there when this begins, a few milliseconds of them
@@ -237,7 +240,7 @@ class Removals:
         self._note_purge()
         while first < len(keys):
             some = keys[first : first + self._slice_keys()]
-            yield self.delete(up_to_date(), some)
+            yield self._delete(up_to_date(), some, "delete")
             first += len(some)
 
     def _note_purge(self) -> None:

@@ -52,6 +52,19 @@ def test_no_earlier_mark_counts_after_a_purge(
     assert copy(core, core.deletions.mark(), KEYS) == KEYS
 
 
+@pytest.mark.parametrize("purge", [lambda core: core.purge(), lambda core: sum(core.purge_in_slices())])
+def test_a_purge_notes_no_single_keys(
+    make_core: Callable[..., StoreCore], purge: Callable[[StoreCore], int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It has noted all of them, and would take twice as long."""
+    core = make_core()
+    copy(core, core.deletions.mark(), KEYS)
+    noted: list[str] = []
+    monkeypatch.setattr(core.deletions, "note", noted.extend)
+    assert purge(core) == len(KEYS)
+    assert noted == []
+
+
 def test_a_mark_of_another_store_does_not_count(make_core: Callable[..., StoreCore]) -> None:
     core, other = make_core(), make_core(random=random.Random(2))
     marks = core.deletions.mark(), other.deletions.mark()
