@@ -5,12 +5,18 @@ in virtual time, with real servers in a network without sockets.
 import itertools
 from collections.abc import Awaitable, Callable, Sequence
 from contextlib import suppress
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import trio
 
 from infinistore.client import AsyncStore
+from infinistore.client.cluster.calls import ClusterCalls
+from infinistore.client.cluster.everywhere import HANDLERS
+from infinistore.client.cluster.nodes import Nodes
+from infinistore.client.options import Options
+from infinistore.client.requests import Purge
 from infinistore.cluster.membership import Node, NodeState
 from infinistore.errors import InfiniStoreException
 from tests.cluster_client.clusters import Given
@@ -94,3 +100,24 @@ def test_a_reservation_whose_copies_are_slow_is_stored_in_time() -> None:
     for host in HOSTS:
         with_one(host)
     assert stored == ["key"] * 3  # by its owner, and as a copy
+
+
+@pytest.mark.parametrize(
+    ("deadline_s", "within_s"), [(30.0, [29.2, 29.6, 30.0]), (0.6, [0.2, 0.3, 0.6])], ids=["long", "short"]
+)
+def test_the_first_turn_of_a_purge_has_all_but_a_lookup_for_each_later_one(
+    deadline_s: float, within_s: list[float]
+) -> None:
+    states = (NodeState.JOINING, NodeState.SERVING, NodeState.DRAINING)
+    given = Given([Node(host, f"tcp://{host}:1", state=state) for host, state in zip(HOSTS, states, strict=True)])
+    node = SimpleNamespace(calls=SimpleNamespace(breaker=SimpleNamespace(open_until=None, failures=0)))
+    options = Options(deadline_s=deadline_s, lookup_deadline_s=0.4)
+    work = ClusterCalls(Nodes(given, lambda url, instance: node), HANDLERS, options, lambda: 0.0).call(Purge())
+    asked: list[float] = []
+    outcomes = None
+    with suppress(StopIteration):
+        while True:
+            effect = work.send(outcomes)
+            asked.append(effect.parts[0].within_s)
+            outcomes = [0] * len(effect.parts)
+    assert asked == pytest.approx(within_s)

@@ -150,13 +150,15 @@ class CallInView:
         *,
         patiently: bool = False,
         is_last: bool = True,
+        reserve_s: float = 0.0,
     ) -> list[Outcome]:
         """Do the same, and leave all errors to the caller. Each part may have a hedge.
-        If these are not the last places to ask, half of the time is left for others.
+        If these are not the last places to ask, half of the time is left for others, or
+        `reserve_s`.
         """
         calls = self.calls
         nodes = self.view.nodes
-        left_s = self.left_s if is_last else self.left_s / 2
+        left_s = self.left_s - reserve_s if is_last else self.left_s / 2
         outcomes: list[Outcome] = [None] * len(parts)
         sent: list[Part] = []
         places: list[int] = []
@@ -182,10 +184,15 @@ class CallInView:
     async def ask_in_turns(self, turns: Sequence[Sequence[tuple[int, Request[Any]]]]) -> list[Outcome]:
         """Send the requests of each turn when those of the turn before are over, also
         if one has failed, and do the same as `ask` with all outcomes, in that order.
+
+        All nodes must do their part, so the first turn may take most of the time: only
+        that of a lookup is left for each later one.
         """
         outcomes: list[Outcome] = []
-        for turn, parts in enumerate(turns, 1):
-            outcomes += await self.ask_all(parts, is_last=turn == len(turns))
+        for turn, parts in enumerate(turns):
+            later = len(turns) - 1 - turn
+            reserve_s = later * min(self.calls.lookup_s, self.left_s / (later + 1))
+            outcomes += await self.ask_all(parts, reserve_s=reserve_s)
         for (index, _), outcome in zip((part for parts in turns for part in parts), outcomes, strict=True):
             if isinstance(outcome, KeptError) and not is_lost(outcome):
                 raise self.error(index, outcome)
