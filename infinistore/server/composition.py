@@ -1,8 +1,8 @@
 """The composition root: makes a server of its parts, and runs it.
 
 `serve` is the public entry. `run_server` does the same for a caller that wants to reach
-the parts. `open_stores` makes what keeps the blocks: one store, or those of tenants in
-pools of their own. `compose_server` puts together what needs no waiting.
+the parts. `compose_server` puts together what needs no waiting. What keeps the blocks
+is made before: one store, or those of tenants in pools of their own.
 
 A server runs until it is cancelled or, if it handles signals, until SIGTERM or SIGINT.
 Then it drains: it accepts no more connections, lets requests under way finish, and
@@ -51,7 +51,7 @@ from infinistore.server.session.handshake import MOST_STRANGERS, Handshakes
 from infinistore.server.session.session import ServerContext, SessionRegistry
 from infinistore.server.take_over.giving import Giving
 from infinistore.server.take_over.kept import Keeping, Kept, forget_kept, make_keeping, open_kept
-from infinistore.server.take_over.memory import OneStore, PoolLost
+from infinistore.server.take_over.memory import HandedGroups, OneStore, PoolLost
 from infinistore.server.take_over.taking import Taking, begin_taking
 from infinistore.server.telemetry import Telemetry
 from infinistore.service_manager import ServiceManager
@@ -66,179 +66,10 @@ if TYPE_CHECKING:
     from infinistore.server.management.api import Management
     from infinistore.server.tenancy import Tenancy
 
-__all__ = ["MAX_BODY_BYTES", "compose_server", "join_cluster", "make_core", "open_disks", "run_server", "serve"]
-
-
-Background: TypeAlias = Callable[[], Awaitable[None]]
-
-
-async def open_stores(
-    config: ServerConfig,
-    policy: Policy,
-    addresses: ServerAddresses,
-    environment: Environment,
-    resources: ExitStack,
-    *,
-    pool: Pool,
-    taking: Taking | Kept | None,
-    parts: int = 1,
-    reserve_descriptors: Callable[[int], None],
-) -> "tuple[StoreCore, Sequence[Mover], ServerDisks | None, Sequence[Background], Tenancy | None]":
-    """Make the store, its movers and its disks, what runs beside it, and its tenants.
-
-    `resources` closes them. Without tenants, the store is in `pool`. The blocks come
-    from the server that is being replaced, if there is one. The server can be one of
-    `parts` shards. `reserve_descriptors` sets so many aside.
-
-    Raises:
-        ConfigError: the configuration, or the tenants file, cannot be used.
-        OutOfMemory: the machine has no memory for the pool.
-        PoolLost: the blocks of the earlier server cannot be used, and it has ended.
-    """
-    with _lost_without_memory(taking):
-        if isinstance(policy, TenantPolicy):
-            tenancy, kept = await _open_tenancy(
-                config, policy, addresses, environment, resources, parts=parts, taking=taking
-            )
-            from infinistore.server.take_over.memory import HandedGroups  # late: most servers have no tenants
-
-            tenancy.handed = HandedGroups(tenancy, kept, partial(_journal_of, config))
-            background = [] if taking is None else await taking.take(tenancy.handed, resources)
-            disks = None
-            if config.disks:
-                from infinistore.server.tenant_disks import open_tenant_disks  # late: it needs numpy
-
-                limits = [one.divided(parts) for one in policy.tenants.limits]
-                disks = await open_tenant_disks(
-                    config, limits, tenancy, environment, resources, reserve_descriptors=reserve_descriptors
-                )
-            return tenancy.whole, tenancy.movers, disks, background, tenancy
-        await _fill_pool(config, pool, environment, taking)
-        core = make_core(config, pool, environment)
-        movers = await environment.run_in_thread(_make_movers, config, core, addresses, environment, resources)
-        background = [] if taking is None else await taking.take(OneStore(core), resources)
-        reserve_descriptors(len(config.disks) * DESCRIPTORS_OF_A_DISK)
-        return core, movers, await open_disks(config, core, environment, resources), background, None
-
-
-@contextmanager
-def _lost_without_memory(taking: Taking | Kept | None) -> Iterator[None]:
-    """Where the machine has no memory beside what an ended server has left, raise
-    `PoolLost`: without that, there may be enough.
-    """
-    try:
-        yield
-    except OutOfMemory as error:
-        if taking is None or taking.serves:
-            raise
-        raise PoolLost(str(error)) from None
-
-
-async def open_disks(
-    config: ServerConfig, core: StoreCore, environment: Environment, resources: ExitStack
-) -> "DiskService | None":
-    """Open the disks that the configuration names; `resources` closes them.
-
-    Raises:
-        ConfigError: a disk cannot be used. Nothing on it was changed.
-    """
-    if not config.disks:
-        return None
-    from infinistore.server.disk import JOBS_END_S, DiskService
-
-    disks = await environment.run_in_thread(environment.open_disks, config.disks, environment.random)
-    resources.callback(disks.runner.close, timeout_s=JOBS_END_S)
-    return DiskService(disks, core, config, clock=environment.clock, random=environment.random)
-
-
-def make_core(config: ServerConfig, pool: Pool, environment: Environment) -> StoreCore:
-    """Make the store of a server."""
-    journal = _make_journal(config) if config.disks else None
-    clock, random, buggify = environment.clock, environment.random, environment.buggify
-    return StoreCore(pool, clock=clock, limits=_core_limits(config), random=random, journal=journal, buggify=buggify)
-
-
-def _core_limits(config: ServerConfig) -> CoreLimits:
-    return CoreLimits(
-        max_key_bytes=config.max_key_bytes,
-        max_value_bytes=config.max_value_bytes,
-        max_batch_keys=config.max_batch_keys,
-        max_protected_ratio=config.max_protected_ratio,
-    )
-
-
-def _make_movers(
-    config: ServerConfig, core: StoreCore, addresses: ServerAddresses, environment: Environment, resources: ExitStack
-) -> list[Mover]:
-    others = make_movers_of_others(environment.installed_transports(), config, core, resources)
-    own = make_movers(
-        config,
-        core,
-        environment,
-        resources,
-        pool_bytes=config.max_pool_bytes or config.prealloc_bytes,
-        writable=config.shm_writes != "off",
-        tables=addresses.unix_socket is not None and environment.tables_are_safe(),
-    )
-    return [*others, *own]
-
-
-async def _fill_pool(config: ServerConfig, pool: Pool, environment: Environment, taking: Taking | Kept | None) -> None:
-    make = partial(make_arena, config, environment)
-    if taking is None:
-        pool.add_arena(await environment.run_in_thread(make, 0, config.prealloc_bytes))
-    else:
-        await taking.add_arenas(pool, make, environment.run_in_thread, size_bytes=config.prealloc_bytes)
-
-
-async def _open_tenancy(
-    config: ServerConfig,
-    policy: TenantPolicy,
-    addresses: ServerAddresses,
-    environment: Environment,
-    resources: ExitStack,
-    *,
-    parts: int,
-    taking: Taking | Kept | None,
-) -> "tuple[Tenancy, list[str]]":
-    from infinistore.server.tenancy import open_groups  # late: most servers have no tenants
-
-    return await open_groups(
-        config,
-        policy.tenants,
-        _core_limits(config),
-        environment,
-        resources,
-        make_arena=partial(make_arena, config, environment),
-        tables=addresses.unix_socket is not None and environment.tables_are_safe(),
-        parts=parts,
-        taking=taking,
-    )
-
-
-def _journal_of(config: ServerConfig, limits: TenantLimits) -> Journal | None:
-    """Return the journal of a tenant; None if it has no disks."""
-    return _make_journal(config) if config.disks and limits.disk_max_bytes is not None else None
-
-
-def _make_journal(config: ServerConfig) -> Journal:
-    return Journal(reads=config.disk_admission == "second-use")
-
-
-def make_arena(config: ServerConfig, environment: Environment, index: int, length: int) -> Arena:
-    """Make an arena as the configuration says. Blocking."""
-    return environment.create_arena(
-        index,
-        length,
-        huge_pages=config.huge_pages,
-        prefault_threads=os.cpu_count() or 1,
-        numa_node=config.numa_node,
-    )
-
-
 _log = logging.getLogger("infinistore.server")
 MAX_BODY_BYTES: Final = 64 * 1024 * 1024
 """The longest body of a request."""
+_Background: TypeAlias = Callable[[], Awaitable[None]]
 
 
 async def serve(
@@ -339,7 +170,7 @@ async def _run(
                 shards = await environment.meet_shards(listeners.addresses)
                 giving.refuse(shards=bool(shards))
                 addresses = listeners.addresses
-                core, movers, disk, background, tenancy = await open_stores(
+                core, movers, disk, background, tenancy = await _open_stores(
                     config,
                     policy,
                     addresses,
@@ -400,6 +231,168 @@ async def _find_earlier(
     return await open_kept(config, manager, resources) if manager.kept else None
 
 
+async def _open_stores(
+    config: ServerConfig,
+    policy: Policy,
+    addresses: ServerAddresses,
+    environment: Environment,
+    resources: ExitStack,
+    *,
+    pool: Pool,
+    taking: Taking | Kept | None,
+    parts: int = 1,
+    reserve_descriptors: Callable[[int], None],
+) -> "tuple[StoreCore, Sequence[Mover], ServerDisks | None, Sequence[_Background], Tenancy | None]":
+    """Make the store, its movers and its disks, what runs beside it, and its tenants.
+
+    `resources` closes them. Without tenants, the store is in `pool`. The blocks come
+    from the server that is being replaced, if there is one. The server can be one of
+    `parts` shards. `reserve_descriptors` sets so many aside.
+
+    Raises:
+        ConfigError: the configuration, or the tenants file, cannot be used.
+        OutOfMemory: the machine has no memory for the pool.
+        PoolLost: the blocks of the earlier server cannot be used, and it has ended.
+    """
+    with _lost_without_memory(taking):
+        if isinstance(policy, TenantPolicy):
+            tenancy, kept = await _open_tenancy(
+                config, policy, addresses, environment, resources, parts=parts, taking=taking
+            )
+            tenancy.handed = HandedGroups(tenancy, kept, partial(_journal_of, config))
+            background = [] if taking is None else await taking.take(tenancy.handed, resources)
+            disks = None
+            if config.disks:
+                from infinistore.server.tenant_disks import open_tenant_disks  # late: it needs numpy
+
+                limits = [one.divided(parts) for one in policy.tenants.limits]
+                disks = await open_tenant_disks(
+                    config, limits, tenancy, environment, resources, reserve_descriptors=reserve_descriptors
+                )
+            return tenancy.whole, tenancy.movers, disks, background, tenancy
+        await _fill_pool(config, pool, environment, taking)
+        core = make_core(config, pool, environment)
+        movers = await environment.run_in_thread(_make_movers, config, core, addresses, environment, resources)
+        background = [] if taking is None else await taking.take(OneStore(core), resources)
+        reserve_descriptors(len(config.disks) * DESCRIPTORS_OF_A_DISK)
+        return core, movers, await open_disks(config, core, environment, resources), background, None
+
+
+@contextmanager
+def _lost_without_memory(taking: Taking | Kept | None) -> Iterator[None]:
+    """Where the machine has no memory beside what an ended server has left, raise
+    `PoolLost`: without that, there may be enough.
+    """
+    try:
+        yield
+    except OutOfMemory as error:
+        if taking is None or taking.serves:
+            raise
+        raise PoolLost(str(error)) from None
+
+
+async def open_disks(
+    config: ServerConfig, core: StoreCore, environment: Environment, resources: ExitStack
+) -> "DiskService | None":
+    """Open the disks that the configuration names; `resources` closes them.
+
+    Raises:
+        ConfigError: a disk cannot be used. Nothing on it was changed.
+    """
+    if not config.disks:
+        return None
+    from infinistore.server.disk import JOBS_END_S, DiskService
+
+    disks = await environment.run_in_thread(environment.open_disks, config.disks, environment.random)
+    resources.callback(disks.runner.close, timeout_s=JOBS_END_S)
+    return DiskService(disks, core, config, clock=environment.clock, random=environment.random)
+
+
+def make_core(config: ServerConfig, pool: Pool, environment: Environment) -> StoreCore:
+    """Make the store of a server."""
+    journal = _make_journal(config) if config.disks else None
+    clock, random, buggify = environment.clock, environment.random, environment.buggify
+    return StoreCore(pool, clock=clock, limits=_core_limits(config), random=random, journal=journal, buggify=buggify)
+
+
+def _core_limits(config: ServerConfig) -> CoreLimits:
+    return CoreLimits(
+        max_key_bytes=config.max_key_bytes,
+        max_value_bytes=config.max_value_bytes,
+        max_batch_keys=config.max_batch_keys,
+        max_protected_ratio=config.max_protected_ratio,
+    )
+
+
+def _make_movers(
+    config: ServerConfig, core: StoreCore, addresses: ServerAddresses, environment: Environment, resources: ExitStack
+) -> list[Mover]:
+    others = make_movers_of_others(environment.installed_transports(), config, core, resources)
+    own = make_movers(
+        config,
+        core,
+        environment,
+        resources,
+        pool_bytes=config.max_pool_bytes or config.prealloc_bytes,
+        writable=config.shm_writes != "off",
+        tables=addresses.unix_socket is not None and environment.tables_are_safe(),
+    )
+    return [*others, *own]
+
+
+async def _fill_pool(config: ServerConfig, pool: Pool, environment: Environment, taking: Taking | Kept | None) -> None:
+    make = partial(_make_arena, config, environment)
+    if taking is None:
+        pool.add_arena(await environment.run_in_thread(make, 0, config.prealloc_bytes))
+    else:
+        await taking.add_arenas(pool, make, environment.run_in_thread, size_bytes=config.prealloc_bytes)
+
+
+async def _open_tenancy(
+    config: ServerConfig,
+    policy: TenantPolicy,
+    addresses: ServerAddresses,
+    environment: Environment,
+    resources: ExitStack,
+    *,
+    parts: int,
+    taking: Taking | Kept | None,
+) -> "tuple[Tenancy, list[str]]":
+    from infinistore.server.tenancy import open_groups  # late: most servers have no tenants
+
+    return await open_groups(
+        config,
+        policy.tenants,
+        _core_limits(config),
+        environment,
+        resources,
+        make_arena=partial(_make_arena, config, environment),
+        tables=addresses.unix_socket is not None and environment.tables_are_safe(),
+        parts=parts,
+        taking=taking,
+    )
+
+
+def _journal_of(config: ServerConfig, limits: TenantLimits) -> Journal | None:
+    """Return the journal of a tenant; None if it has no disks."""
+    return _make_journal(config) if config.disks and limits.disk_max_bytes is not None else None
+
+
+def _make_journal(config: ServerConfig) -> Journal:
+    return Journal(reads=config.disk_admission == "second-use")
+
+
+def _make_arena(config: ServerConfig, environment: Environment, index: int, length: int) -> Arena:
+    """Make an arena as the configuration says. Blocking."""
+    return environment.create_arena(
+        index,
+        length,
+        huge_pages=config.huge_pages,
+        prefault_threads=os.cpu_count() or 1,
+        numa_node=config.numa_node,
+    )
+
+
 def join_cluster(
     config: ServerConfig, server: Server, environment: Environment, token: str, *, has_old_blocks: bool = False
 ) -> "ClusterService | None":
@@ -430,7 +423,7 @@ def compose_server(
     policy: Policy | None = None,
     giving: Giving | None = None,
     keeping: Keeping | None = None,
-    background: Sequence[Callable[[], Awaitable[None]]] = (),
+    background: Sequence[_Background] = (),
     tenancy: "Tenancy | None" = None,
 ) -> Server:
     """Put a server together. The store, its movers and the addresses are there already,
@@ -541,7 +534,7 @@ def _make_growth(
         return None
 
     def add_to_movers(index: int, length: int) -> Arena:
-        arena = make_arena(config, environment, index, length)
+        arena = _make_arena(config, environment, index, length)
         try:
             for mover in movers:
                 mover.add_arena(arena)
@@ -563,10 +556,8 @@ def _make_growth(
     )
 
 
-def _background(
-    config: ServerConfig, core: StoreCore, growth: PoolGrowth | None
-) -> list[Callable[[], Awaitable[None]]]:
-    tasks: list[Callable[[], Awaitable[None]]] = []
+def _background(config: ServerConfig, core: StoreCore, growth: PoolGrowth | None) -> list[_Background]:
+    tasks: list[_Background] = []
     if growth is not None:
         tasks.append(growth.run)
     if config.enable_periodic_evict:

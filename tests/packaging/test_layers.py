@@ -136,7 +136,6 @@ WITHIN: dict[str, dict[str, set[str]]] = {
         "telemetry": {"connection", "recorder", "session"},
         "tenancy": {"budgets", "disk", "environment", "movers", "session", "take_over"},
         "tenant_disks": {"disk", "environment", "maintenance", "tenancy"},
-        "stores": {"disk", "environment", "listeners", "movers", "take_over", "tenancy", "tenant_disks"},
         "server": {
             *("certificates", "disk", "environment", "listeners", "maintenance", "security", "session", "take_over"),
             *("telemetry", "tenancy"),
@@ -145,8 +144,8 @@ WITHIN: dict[str, dict[str, set[str]]] = {
         "cluster": {"environment", "server"},
         "composition": {
             *("buggified", "budgets", "certificates", "cluster", "connection", "disk", "environment", "listeners"),
-            *("maintenance", "management", "movers", "recorder", "security", "server", "session", "stores"),
-            *("take_over", "telemetry", "tenancy"),
+            *("maintenance", "management", "movers", "recorder", "security", "server", "session"),
+            *("take_over", "telemetry", "tenancy", "tenant_disks"),
         },
         "shards": {
             *("certificates", "composition", "environment", "listeners", "management", "security", "server"),
