@@ -9,7 +9,7 @@ from infinistore.client.api.blocking_store import BlockingLease, BlockingReserva
 from infinistore.client.api.results import PrefixMatch
 from infinistore.client.drivers.blocking_driver import open_store
 from infinistore.client.memory.buffers import Registration
-from infinistore.client.requests import Found, Prefetched, RemovedKeys
+from infinistore.client.requests import EndCopies, Found, Prefetched, RemovedKeys
 from infinistore.errors import DiskFailed, StoreUnavailable
 from infinistore.kept_errors import KeptError
 
@@ -63,7 +63,7 @@ def key_pages(store: BlockingStore, prefix: str, *, every_node: bool = False) ->
 PASSES_WHILE_BLOCKS_MOVE: Final = 3
 """How often keys are listed to delete them while nodes join or drain. A node may evict
 a key before it lists it, while a copy is on its way to a node that has listed its keys.
-Each listing lets the copies of before end, and they go over two nodes at most: from one
+The copies of before are ended each time, and they go over two nodes at most: from one
 that drains to a second copy, and from there to one that joins."""
 
 
@@ -71,12 +71,17 @@ def delete_by_prefix(store: BlockingStore, prefix: str) -> tuple[int, str]:
     """Delete all keys with this prefix, on every node: `do_by_prefix` says what this
     returns and raises. In a cluster, no copy from node to node brings one back.
     """
-    count, lost = do_by_prefix(store, prefix, store.delete)
-    cluster = store.stats().cluster if store.is_cluster and not lost else None
-    if cluster is not None and any(node.state != "serving" for node in cluster.nodes):
-        for _ in range(PASSES_WHILE_BLOCKS_MOVE - 1):
-            more, also_lost = do_by_prefix(store, prefix, store.delete)
-            count, lost = count + more, lost or also_lost
+    count, lost, moves = 0, "", store.is_cluster
+    for _ in range(PASSES_WHILE_BLOCKS_MOVE):
+        if moves:
+            try:
+                moves = store._call(EndCopies())
+            except StoreUnavailable as error:
+                moves, lost = False, str(error)
+        more, also_lost = do_by_prefix(store, prefix, store.delete)
+        count, lost = count + more, also_lost or lost
+        if not moves or lost:
+            break
     return count, lost
 
 

@@ -386,6 +386,13 @@ class Marks(Request[Mapping[str, int]]):
 
 
 @attrs.define
+class EndCopies(Request[bool]):
+    """Let the copies that are under way from node to node of a cluster store nothing
+    from now on; the result is whether there may be any.
+    """
+
+
+@attrs.define
 class Copy(Request[list[str]]):
     """Put a batch to a cluster, as copies: with the mark of each node, by its id."""
 

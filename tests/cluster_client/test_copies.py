@@ -171,6 +171,7 @@ class Moving:
     async def delete_by_prefix(self) -> None:
         calls = self.calls(self.given)
         for _ in range(PASSES_WHILE_BLOCKS_MOVE):
+            await calls.call(requests.EndCopies())
             if keys := await calls.call(requests.ListKeys("prefix/", 100, "", True)):
                 await calls.call(requests.Delete(keys))
         self.deleted = True

@@ -1,6 +1,7 @@
 """Copies that servers get after the keys were deleted: they store nothing."""
 
-from collections.abc import AsyncGenerator, Collection, Generator, Mapping
+import threading
+from collections.abc import AsyncGenerator, Collection, Generator, Iterator, Mapping
 from contextlib import asynccontextmanager, suppress
 from functools import partial
 from typing import Any
@@ -10,6 +11,7 @@ import pytest
 import trio
 
 from infinistore import blocking, open_store
+from infinistore.blocking import delete_by_prefix, do_by_prefix
 from infinistore.client.connection.effects import Background, ClusterCall, Together
 from infinistore.client.drivers.trio_driver import ClusterTrioStore
 from infinistore.client.extension import Environment
@@ -20,6 +22,7 @@ from infinistore.protocol.versions import Capability
 from infinistore.server.cluster import OtherNodes, Others, PushLimits, open_nodes, push
 from tests.clients.stores import servers_lack
 from tests.cluster_client.clusters import Cluster, Given, running_cluster, until
+from tests.server.tenants_files import TOKENS, text_of, write
 
 JOINING, SERVING, DRAINING = NodeState
 NAMES = [f"key {number}" for number in range(60)]
@@ -144,3 +147,47 @@ def test_while_nodes_join_keys_are_deleted_on_all_former_owners() -> None:
             assert all(member.keys() for member in some.members)
             assert store.delete(NAMES) == len(NAMES)
             assert [member.keys() for member in some.members] == [set()] * 4
+
+
+@pytest.fixture(scope="module")
+def with_tenants(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
+    text = text_of(ann={"roles": "[read, write]"}, ben={"roles": "[read]"})
+    with running_cluster(2, tenants=write(tmp_path_factory.mktemp("tenants"), text)) as some:
+        yield some
+
+
+def test_to_delete_by_prefix_takes_the_roles_read_and_write(with_tenants: Cluster) -> None:
+    for states in ((SERVING, SERVING), (SERVING, JOINING)):
+        given = given_states(with_tenants, *states)
+        with blocking.open_store(URL, environment=environment(given), token=TOKENS["ann"]) as store:
+            store.put_many(BLOCKS)
+            assert delete_by_prefix(store, "key ") == (len(BLOCKS), "")
+
+
+def test_to_list_the_keys_of_every_node_takes_the_role_read(with_tenants: Cluster) -> None:
+    given = given_states(with_tenants, SERVING, JOINING)
+    with blocking.open_store(URL, environment=environment(given), token=TOKENS["ben"]) as store:
+        assert store.keys(every_node=True) == []
+
+
+def test_only_who_deletes_by_prefix_ends_copies(three: Cluster) -> None:
+    given = given_states(three, SERVING, SERVING, JOINING)
+    marks = [member.look(member.core.deletions.mark) for member in three.members]
+    with blocking.open_store(URL, environment=environment(given), lookup_deadline_s=60) as store:
+        store.keys(every_node=True)
+        assert do_by_prefix(store, "key ", store.unpin) == (0, "")
+        assert [member.look(member.core.deletions.mark) for member in three.members] == marks
+        delete_by_prefix(store, "key ")
+        later = [member.look(member.core.deletions.mark) for member in three.members]
+    assert all(new > old for new, old in zip(later, marks, strict=True))
+
+
+def test_a_node_that_is_slower_than_a_lookup_is_deleted_from_by_prefix(three: Cluster) -> None:
+    given = given_states(three, SERVING, SERVING, JOINING)
+    with blocking.open_store(URL, environment=environment(given), lookup_deadline_s=0.5) as store:
+        store.put_many(BLOCKS)
+        three.members[1].silence()
+        waking = threading.Timer(1.0, three.members[1].wake)
+        waking.start()
+        assert delete_by_prefix(store, "key ") == (len(BLOCKS), "")
+        waking.join()

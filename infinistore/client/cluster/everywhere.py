@@ -11,6 +11,7 @@ from infinistore.client.cluster.reads import exists, lease, match_prefix, prefet
 from infinistore.client.cluster.writes import check_done, commit, copy, delete, flush, marks, pin, put, reserve
 from infinistore.client.connection.effects import Outcome, Sleep
 from infinistore.client.requests import (
+    EndCopies,
     Evict,
     Exists,
     Followed,
@@ -40,19 +41,26 @@ async def _ask_everyone(call: CallInView, request: Request[_T]) -> list[Outcome]
 async def list_keys(call: CallInView, request: ListKeys) -> list[str]:
     """Return one page of keys, in code point order, of the nodes that answer.
 
-    If every node is asked for, copies that are under way before the first page are in
-    it or in a later one, or are not stored.
-
     Raises:
         StoreUnavailable: every node is asked for, and one could not be reached.
     """
-    if request.every_node and not request.after and call.view.moves_blocks:
-        marks = await _ask_everyone(call, Mark(ends_earlier=True))
-        check_done(call, range(len(marks)), marks, "listed")
     pages = await _ask_everyone(call, request)
     if request.every_node:
         check_done(call, range(len(pages)), pages, "listed")
     return sorted({key for page in pages if not is_lost(page) for key in page})[: request.limit]
+
+
+async def end_copies(call: CallInView, request: EndCopies) -> bool:
+    """End copies; tell whether nodes join or drain, so that there may be any.
+
+    Raises:
+        StoreUnavailable: a node could not be reached. Those to the others have ended.
+    """
+    if not call.view.moves_blocks:
+        return False
+    nodes = range(len(call.view.nodes))
+    check_done(call, nodes, await call.ask([(index, Mark(True)) for index in nodes], patiently=True), "ended")
+    return True
 
 
 async def evict(call: CallInView, request: Evict) -> int:
@@ -174,6 +182,7 @@ HANDLERS: Final[Handlers] = {
     requests.ReleaseHold: release_hold,
     requests.Marks: marks,
     requests.Copy: copy,
+    EndCopies: end_copies,
     requests.Delete: delete,
     requests.Pin: pin,
     requests.Flush: flush,
