@@ -192,6 +192,8 @@ class Registration:
         self._begins_as = node
         """What it is until its warm-up is over, but for the weight."""
         self._grows = False
+        self._met: set[tuple[str, str]] = set()
+        """The ids and instances that were there while this node has been founding."""
         self._conflict_since: float | None = None
         self._purged: int | None = None if has_old_blocks else 0
         """The last purge that was carried out; None if only etcd can know."""
@@ -333,19 +335,29 @@ class Registration:
     def _is_founding(self) -> bool:
         return self.node.founding
 
-    def _was_there_before(self, item: Item) -> bool:
-        """Whether this is a node that was registered before etcd lost everything: who
-        registers for the first time beside a founder founds, too, or is joining."""
-        is_new = self._item.create_revision < item.create_revision == item.mod_revision
-        if not is_new or not item.key.startswith(self._layout.nodes):
-            return False
-        node = Listing.of(self._layout, [item]).nodes.get(item.key.removeprefix(self._layout.nodes))
-        return node is not None and node.state is NodeState.SERVING and not node.founding
+    def _meets_older(self, items: Mapping[str, Item]) -> bool:
+        """Take what etcd lists while this node is founding. Returns whether a node was
+        registered before etcd lost everything: who registers for the first time beside
+        a founder founds, too, or is joining. One that was met before has only lost its
+        lease.
+        """
+        nodes = Listing.of(self._layout, self._nodes_of(items)).nodes.values()
+        for node in nodes:
+            is_new = self._item.create_revision < node.generation == items[self._layout.node(node.id)].mod_revision
+            is_older = is_new and node.state is NodeState.SERVING and not node.founding
+            if is_older and (node.id, node.instance) not in self._met:
+                return True
+        self._met.update((node.id, node.instance) for node in nodes)
+        return False
+
+    def _nodes_of(self, items: Mapping[str, Item]) -> list[Item]:
+        return [item for key, item in items.items() if key.startswith(self._layout.nodes)]
 
     def _join(self, items: Mapping[str, Item]) -> None:
         """Begin with a part of the weight, if others have what this node lacks."""
-        others = [items[key] for key in items if key.startswith(self._layout.nodes) and key != self._item.key]
+        others = [item for item in self._nodes_of(items) if item.key != self._item.key]
         listing = Listing.of(self._layout, others)
+        self._met = {(other.id, other.instance) for other in listing.nodes.values()}
         self._grows = bool(listing.problems) or not all(other.founding for other in listing.nodes.values())
         founds = not self._grows and not self.registrations
         if others or founds:
@@ -440,7 +452,7 @@ class Registration:
         items = {item.key: item for item in found.items}
         if self._request.found(items):
             self._join(items)
-        if self._is_founding and any(map(self._was_there_before, found.items)):
+        if self._is_founding and self._meets_older(items):
             _log.info("others were here before; beginning with a part of the weight", extra={"node": self._node.id})
             self._join(items)
         standing = items.get(self._item.key)

@@ -21,10 +21,10 @@ WARM_UP_S = 30.0
 
 
 class _World(World):
-    def register(self, name: str, **more: Any) -> Running:
+    def register(self, name: str, warm_up_s: float = WARM_UP_S, **more: Any) -> Running:
         node = Node(name, f"infinistore://{name}:1", instance=f"{name} since {self.now}")
         registration = Registration(
-            EtcdSession(1), LAYOUT, node, clock=self.clock, random=Random(1), warm_up_s=WARM_UP_S, **more
+            EtcdSession(1), LAYOUT, node, clock=self.clock, random=Random(1), warm_up_s=warm_up_s, **more
         )
         running = self.start(registration.run())
         self.run(0.01)
@@ -151,6 +151,33 @@ def test_founders_whose_warm_up_ends_at_different_times_stay_founders() -> None:
     for _ in range(int(WARM_UP_S)):
         world.run(1.0)
         assert world.weights == {"a": 100, "b": 100}
+
+
+@pytest.mark.parametrize(
+    ("comes", "after_s"),
+    [
+        pytest.param("first", 3.0, id="met when they registered"),
+        pytest.param("first", 2.0 * LEASE_S, id="met twice"),
+        pytest.param("last", 2.0 * LEASE_S, id="met when they looked"),
+    ],
+)
+def test_founders_stay_founders_beside_one_of_them_that_loses_its_lease(comes: str, after_s: float) -> None:
+    world = _World()
+    if comes == "first":
+        world.register("a")
+        world.run(WARM_UP_S - 1)
+    for name in "bcdef":
+        world.register(name)
+    if comes == "last":
+        world.register("a", warm_up_s=LEASE_S)
+    world.run(after_s)
+    assert {name for name, node in world.nodes.items() if not node.founding} == {"a"}
+    generation = world.nodes["a"].generation
+    world.etcd.revoke(world.etcd.kvs[LAYOUT.node("a")].lease)
+    for _ in range(int(WARM_UP_S)):
+        world.run(1.0)
+        assert {world.weights[name] for name in "bcdef"} == {100}
+    assert world.nodes["a"].generation > generation
 
 
 def test_who_joins_a_server_that_came_back_from_a_drain_is_no_founder() -> None:
