@@ -5,7 +5,7 @@ The audit log is lines of JSON in a file, and for the logger `infinistore.audit`
 application has given it handlers. No request waits for it, or fails because of it.
 Lines wait in memory for a thread that writes them; what finds no place there, or on the
 disk, is counted, and the count is written when there is room again. SIGHUP opens the
-file anew, for programs that rotate logs.
+file anew, for programs that rotate logs, or because the old one hangs.
 """
 
 import json
@@ -100,6 +100,7 @@ AUDIT_LOGGER.setLevel(logging.INFO)
 _MOST_LINES: Final = 10_000
 _SUM_UP_AFTER_S: Final = 10.0
 _SLOWEST_WRITE_S: Final = 5.0
+_MOST_HANGING: Final = 2
 _STDERR: Final = 2
 
 
@@ -114,19 +115,24 @@ class AuditLog(Audit):
         self._path = path
         self._now = now
         self._lines: deque[bytes] = deque()
-        self.writer = trio.CapacityLimiter(1)
-        """The one thread that writes. One that hangs takes none from others."""
         self.lost = 0
-        self._torn = False
         self._warned = False
         self._something = trio.Event()
         self._suppressed = trio.Event()
-        self._descriptor = -1
+        self._file: _File | None = None
+        self._earlier: list[_File] = []
+        """Those that were open before, and to which a thread still writes."""
         if path is not None:
             try:
-                self._descriptor = _open(path)
+                self._file = _File(_open(path))
             except OSError as error:
                 raise ConfigError(f"--audit-log {path}: {error.strerror}; give a file that can be written") from None
+
+    @property
+    def threads(self) -> int:
+        """How many threads write: at most one to each file that was opened."""
+        files = self._earlier if self._file is None else [*self._earlier, self._file]
+        return sum(file.writer.borrowed_tokens for file in files)
 
     @property
     def path(self) -> str | None:
@@ -156,7 +162,7 @@ class AuditLog(Audit):
         """Open the file again: it may have been renamed. Return the problem, if there
         is one; then the open file stays.
         """
-        if self._path is None:
+        if self._path is None or self._file is None:
             return ""
         try:
             new = _open(self._path)
@@ -164,9 +170,9 @@ class AuditLog(Audit):
             problem = f"--audit-log {self._path}: {error.strerror}"
             _log.error("the audit log stays as it was", extra={"problem": problem})
             return problem
-        old, self._descriptor = self._descriptor, new
-        if old > _STDERR:
-            os.close(old)
+        old, self._file = self._file, _File(new, self._file.torn)
+        self._earlier = [file for file in (*self._earlier, old) if file.writer.borrowed_tokens]
+        old.close()
         return ""
 
     def _take(self, fields: Fields) -> None:
@@ -192,20 +198,22 @@ class AuditLog(Audit):
             self.sum_up()
 
     async def _write_lines(self) -> None:
-        while self._lines and self._descriptor >= 0:
+        while self._lines and (file := self._file) is not None:
             lines, self._lines = self._lines, deque()
             lost = self.lost
             if lost:
                 lines.appendleft(json.dumps({"event": "lost", "count": lost}).encode() + b"\n")
             waiting = len(lines)
             try:
-                if self.writer.borrowed_tokens:
+                if file.writer.borrowed_tokens:
                     raise OSError("an earlier line is still being written")
-                descriptor = os.dup(self._descriptor)
+                if self.threads >= _MOST_HANGING:
+                    raise OSError("too many files hang that were open before this one")
+                descriptor = os.dup(file.descriptor)
                 # Even at the end: what is being written comes before what is left.
                 with trio.CancelScope(deadline=trio.current_time() + _SLOWEST_WRITE_S, shield=True) as scope:
                     await trio.to_thread.run_sync(
-                        self._write_all, descriptor, lines, abandon_on_cancel=True, limiter=self.writer
+                        file.write_all, descriptor, lines, abandon_on_cancel=True, limiter=file.writer
                     )
                 if scope.cancelled_caught:
                     raise OSError("it takes too long")
@@ -219,22 +227,40 @@ class AuditLog(Audit):
             self.lost -= lost
             self._warned = False
 
-    def _write_all(self, descriptor: int, lines: deque[bytes]) -> None:
-        """Write lines, and take each from the deque that was written whole."""
+    def _close(self) -> None:
+        if self._file is not None:
+            self._file.close()
+        self._file = None
+
+
+class _File:
+    """A file that was opened. `torn` says that it ends in a part of a line."""
+
+    def __init__(self, descriptor: int, torn: bool = False) -> None:
+        self.descriptor = descriptor
+        self.torn = torn
+        self.writer = trio.CapacityLimiter(1)
+        """The one thread that writes. One that hangs takes none from others, and keeps
+        no other file from being written."""
+
+    def write_all(self, descriptor: int, lines: deque[bytes]) -> None:
+        """Write lines, and take each from the deque that was written whole. Closes
+        `descriptor`, which is another one of this file. Runs in a thread.
+        """
         try:
             while lines:
-                line = b"\n" + lines[0] if self._torn else lines[0]
+                line = b"\n" + lines[0] if self.torn else lines[0]
                 done = os.write(descriptor, line)
-                self._torn = done < len(line) and (done > 0 or self._torn)
+                self.torn = done < len(line) and (done > 0 or self.torn)
                 if done == len(line):
                     lines.popleft()
         finally:
             os.close(descriptor)
 
-    def _close(self) -> None:
-        if self._descriptor > _STDERR:
-            os.close(self._descriptor)
-        self._descriptor = -1
+    def close(self) -> None:
+        """Close it here; a thread that writes goes on."""
+        if self.descriptor > _STDERR:
+            os.close(self.descriptor)
 
 
 def _open(path: str) -> int:

@@ -3,7 +3,8 @@
 import json
 import logging
 import os
-from contextlib import suppress
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager, suppress
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -168,30 +169,84 @@ async def test_what_was_lost_is_counted_when_there_is_room_again(tmp_path: Path)
     assert noted[0]["count"] == 3
 
 
-async def test_a_file_that_hangs_has_one_thread_however_much_is_noted(tmp_path: Path, mock_clock: MockClock) -> None:
-    place = tmp_path / "audit"
-    os.mkfifo(place)
-    reader = os.open(place, os.O_RDWR | os.O_NONBLOCK)
+@contextmanager
+def hanging(path: Path) -> Iterator[Callable[[], bytes]]:
+    """Make a file that hangs whoever writes, until what is returned is called."""
+    os.mkfifo(path)
+    reader = os.open(path, os.O_RDWR | os.O_NONBLOCK)
     with suppress(BlockingIOError):
         while os.write(reader, bytes(64 * 1024)):
             pass
-    audit = AuditLog(str(place))
+    read = partial(os.read, reader, 1024 * 1024)
+    try:
+        yield read
+    finally:
+        with suppress(BlockingIOError):
+            read()
+        os.close(reader)
+
+
+def has_lost(audit: AuditLog, clock: MockClock, count: int) -> bool:
+    clock.jump(5)
+    return audit.lost == count
+
+
+async def test_a_file_that_hangs_has_one_thread_however_much_is_noted(tmp_path: Path, mock_clock: MockClock) -> None:
+    place = tmp_path / "audit"
     threads = trio.to_thread.current_default_thread_limiter()
+    with hanging(place) as read:
+        audit = AuditLog(str(place))
+        async with trio.open_nursery() as nursery:
+            nursery.start_soon(audit.run)
+            for count in range(1, 4):
+                audit.note("login")
+                await until(partial(has_lost, audit, mock_clock, count))
+            assert threads.borrowed_tokens + audit.threads == 1
+            read()
+            await until(lambda: not threads.borrowed_tokens + audit.threads)
+            nursery.cancel_scope.cancel()
 
-    def lost(count: int) -> bool:
-        mock_clock.jump(5)
-        return audit.lost == count
 
-    async with trio.open_nursery() as nursery:
-        nursery.start_soon(audit.run)
-        for count in range(1, 4):
+async def test_who_opens_another_file_than_one_that_hangs_has_lines_there(
+    tmp_path: Path, mock_clock: MockClock
+) -> None:
+    place = tmp_path / "audit"
+    with hanging(place):
+        audit = AuditLog(str(place))
+        async with trio.open_nursery() as nursery:
+            nursery.start_soon(audit.run)
             audit.note("login")
-            await until(partial(lost, count))
-        assert threads.borrowed_tokens + audit.writer.borrowed_tokens == 1
-        os.read(reader, 1024 * 1024)
-        await until(lambda: not threads.borrowed_tokens + audit.writer.borrowed_tokens)
-        nursery.cancel_scope.cancel()
-    os.close(reader)
+            await until(partial(has_lost, audit, mock_clock, 1))
+            place.rename(tmp_path / "hangs")
+            assert await audit.reopen() == ""
+            audit.note("denied")
+            await until(lambda: has_lines(place, 2))
+            assert [one["event"] for one in lines(place)] == ["lost", "denied"]
+            nursery.cancel_scope.cancel()
+
+
+async def test_of_files_that_hang_two_have_a_thread(tmp_path: Path, mock_clock: MockClock) -> None:
+    place = tmp_path / "audit"
+    with ExitStack() as files:
+        reads = [files.enter_context(hanging(place))]
+        audit = AuditLog(str(place))
+        async with trio.open_nursery() as nursery:
+            nursery.start_soon(audit.run)
+            for count in range(1, 5):
+                audit.note("login")
+                await until(partial(has_lost, audit, mock_clock, count))
+                place.rename(tmp_path / f"hangs {count}")
+                reads.append(files.enter_context(hanging(place)))
+                assert await audit.reopen() == ""
+            assert audit.threads == 2
+            place.unlink()
+            assert await audit.reopen() == ""
+            reads[0]()
+            await until(lambda: audit.threads == 1)
+            audit.note("denied")
+            await until(lambda: has_lines(place, 2))
+            assert [one["event"] for one in lines(place)] == ["lost", "denied"]
+            nursery.cancel_scope.cancel()
 
 
 async def test_a_flood_is_summed_up_at_the_latest_at_the_end(tmp_path: Path) -> None:
@@ -216,7 +271,7 @@ async def test_a_flood_that_goes_on_is_summed_up_now_and_then(tmp_path: Path, mo
         nursery.start_soon(audit.run)
         for _ in range(1000):
             audit.note("refused")
-        await until(lambda: lines(log) and not audit.writer.borrowed_tokens)
+        await until(lambda: lines(log) and not audit.threads)
         assert len(lines(log)) < 500
         mock_clock.jump(10)
         await until(lambda: sum(one.get("left_out", 1) for one in lines(log)) == 1000)
