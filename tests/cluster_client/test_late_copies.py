@@ -170,6 +170,16 @@ def test_to_list_the_keys_of_every_node_takes_the_role_read(with_tenants: Cluste
         assert store.keys(every_node=True) == []
 
 
+def test_a_node_that_refuses_a_mark_is_asked_for_one_once(with_tenants: Cluster) -> None:
+    given = given_states(with_tenants, SERVING, JOINING)
+    with blocking.open_store(URL, environment=environment(given), token=TOKENS["ben"]) as store:
+        for number in range(5):
+            store.get_many([f"missing {number} {other}" for other in range(20)])
+        server = with_tenants.members[1].server
+        assert server is not None
+        assert [session.traffic.errors for session in server.server.sessions] == [1]
+
+
 def test_only_who_deletes_by_prefix_ends_copies(three: Cluster) -> None:
     given = given_states(three, SERVING, SERVING, JOINING)
     marks = [member.look(member.core.deletions.mark) for member in three.members]

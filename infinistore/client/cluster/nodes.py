@@ -100,6 +100,8 @@ class NodeStore(Generic[_Store]):
         self.probing = False
         """Whether somebody asks it again and again until it answers."""
         self.closed = False
+        self.takes_copies = True
+        """Whether it may make marks for this store: it has not refused one yet."""
         self.answers = AnswerTimes()
 
     @property

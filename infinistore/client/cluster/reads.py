@@ -49,7 +49,7 @@ from infinistore.client.requests import (
     TimesLeft,
 )
 from infinistore.cluster.membership import NodeState
-from infinistore.errors import ChecksumMismatch, InfiniStoreException
+from infinistore.errors import ChecksumMismatch, InfiniStoreException, PermissionDenied
 from infinistore.kept_errors import KeptError
 
 _LEAST_S: Final = 0.002
@@ -290,14 +290,22 @@ def _by_place(
 
 async def _marks(call: CallInView, request: KeyedRequest[Any], indices: Iterable[int]) -> dict[int, int]:
     """Return the marks of those of these nodes that have joined, if what this request
-    reads is to be copied there. 0, and no copy, for a node of an older release.
+    reads is to be copied there. None, and no copy, for a node of an older release, or
+    one where this client may not write; it is not asked again.
     """
     # What nobody has verified would get a place, and perhaps a checksum, of its own.
     if not (call.calls.verifies and isinstance(request, Get | GetInto)):
         return {}
-    joined = [index for index in sorted(indices) if call.view.view.nodes[index].state is NodeState.JOINING]
-    marks = await call.ask_all([(index, Mark()) for index in joined], is_last=False) if joined else ()
-    return {index: mark for index, mark in zip(joined, marks, strict=True) if not isinstance(mark, KeptError)}
+    view, nodes = call.view.view, call.view.nodes
+    joined = [i for i in sorted(indices) if view.nodes[i].state is NodeState.JOINING and nodes[i].takes_copies]
+    marks: dict[int, int] = {}
+    answers = await call.ask_all([(index, Mark()) for index in joined], is_last=False) if joined else ()
+    for index, mark in zip(joined, answers, strict=True):
+        if not mark or (isinstance(mark, KeptError) and issubclass(mark.kind, PermissionDenied)):
+            nodes[index].takes_copies = False
+        elif not isinstance(mark, KeptError):
+            marks[index] = mark
+    return marks
 
 
 async def _warm(
