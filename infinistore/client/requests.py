@@ -17,6 +17,7 @@ from infinistore.client.memory.buffers import DeviceBatch
 from infinistore.client.memory.views import Kept, Leased, ReservedRoom
 from infinistore.cluster.membership import View
 from infinistore.errors import KeyNotFound, StoreUnavailable
+from infinistore.kept_errors import KeptError
 from infinistore.statistics import Stats
 
 
@@ -379,10 +380,12 @@ class Mark(Request[int]):
 
 
 @attrs.define
-class Marks(Request[Mapping[str, int]]):
-    """Ask all nodes of a cluster for a mark; the result has them by the id of the node,
-    for those that answer and make one.
+class Marks(Request[Mapping[str, int | KeptError]]):
+    """Ask the nodes that these keys are written to for a mark; the result has them by
+    the id of the node: 0 if it makes none, or its error.
     """
+
+    keys: Sequence[str]
 
 
 @attrs.define
@@ -397,7 +400,7 @@ class Copy(Request[list[str]]):
     """Put a batch to a cluster, as copies: with the mark of each node, by its id."""
 
     batch: Batch
-    marks: Mapping[str, int]
+    marks: Mapping[str, int | KeptError]
     ttl_us: int = 0
     idempotent = False
     moves_blocks = True

@@ -12,6 +12,7 @@ notice. Cancelled, it lets go of everything at once.
 
 import logging
 import math
+from collections import Counter
 from collections.abc import AsyncGenerator, Awaitable, Callable, Collection, Container, Iterator, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager, asynccontextmanager, contextmanager
 from functools import partial
@@ -35,7 +36,7 @@ from infinistore.cluster.etcd.layout import Layout
 from infinistore.cluster.etcd.registration import Registration
 from infinistore.cluster.locate import EtcdPlace, FilePlace, StaticPlace, parse_cluster_url
 from infinistore.cluster.membership import Listener, Node, NodeState, StaticMembership, View
-from infinistore.cluster.placement import hash_tag
+from infinistore.cluster.placement import Placement, hash_tag
 from infinistore.cluster_io.etcd import EtcdConnections, FlowRunner
 from infinistore.cluster_io.memberships import RunningMembership, make_membership, make_session
 from infinistore.cluster_io.probing import ClusterEnvironment, Token, instance_asker
@@ -121,6 +122,7 @@ class Others:
         self._membership = membership
         self._node_id = node_id
         self._of = self._view = View(-1)
+        self._placement: tuple[View, Placement, int] | None = None
 
     @property
     def view(self) -> View:
@@ -138,6 +140,22 @@ class Others:
         """For how long nothing has confirmed the view."""
         return self._membership.age_s
 
+    def has_place(self, keys: Sequence[str]) -> list[bool]:
+        """Tell for each key whether the one node may have it by the newest view, if it
+        does not drain. What else it has is from before: no deletion has reached it.
+        """
+        whole = self._membership.view
+        if self._placement is None or self._placement[0] is not whole:
+            ids = [node.id for node in whole.nodes]
+            nodes = tuple(
+                attrs.evolve(node, state=NodeState.SERVING) if node.id == self._node_id else node
+                for node in whole.nodes
+            )
+            index = ids.index(self._node_id) if self._node_id in ids else -1
+            self._placement = whole, Placement(attrs.evolve(whole, nodes=nodes)), index
+        _, placement, index = self._placement
+        return [index in places for places in placement.places(keys)]
+
     def wait_known(self, timeout_s: float) -> None:
         """Wait until there is a view."""
         self._membership.wait_known(timeout_s)
@@ -152,6 +170,7 @@ class Others:
 
 _SLICE_KEYS: Final = 4096
 _BATCH_KEYS: Final = 256
+_TRIES: Final = 3
 _BATCH_BYTES: Final = 4 * 1024 * 1024
 
 
@@ -172,12 +191,17 @@ class OtherNodes:
     def __init__(self, store: ClusterTrioStore) -> None:
         self._store = store
 
-    async def marks(self) -> Mapping[str, int]:
-        """Return the marks of the nodes that answer."""
-        return await self._store.drive(self._store.calls.call(Marks()))
+    async def marks(self, keys: Sequence[str]) -> Mapping[str, int | KeptError]:
+        """Return the marks of the nodes that own these keys, by their ids."""
+        return await self._store.drive(self._store.calls.call(Marks(keys)))
+
+    async def missing(self, keys: Collection[str]) -> list[str]:
+        """Return those of the keys that are not there."""
+        there = await self._store.exists_many(keys) if keys else ()
+        return [key for key, is_there in zip(keys, there, strict=True) if not is_there]
 
     async def copy(
-        self, blocks: Mapping[str, memoryview], marks: Mapping[str, int], ttl_s: float | None
+        self, blocks: Mapping[str, memoryview], marks: Mapping[str, int | KeptError], ttl_s: float | None
     ) -> Collection[str]:
         """Put blocks that were read after the nodes had made these marks; return the
         keys that were there, or were deleted since.
@@ -214,11 +238,16 @@ class _Group:
 async def push(
     core: StoreCore,
     open_others: Callable[[], AbstractAsyncContextManager[OtherNodes]],
+    has_place: Callable[[Sequence[str]], Sequence[bool]],
     limits: PushLimits,
     on_progress: Callable[[Drain], None],
 ) -> None:
     """Pass blocks on to the other nodes, until there are none that came
-    meanwhile. What could not be moved is counted, and logged at the end.
+    meanwhile: those whose place this node is, as `has_place` says. What could not be
+    moved is counted, and logged at the end.
+
+    What a node refuses because something was deleted meanwhile, and does not have, is
+    tried again with new marks, as it may be another key that was deleted.
     """
     drain = Drain()
     problem = ""
@@ -226,8 +255,9 @@ async def push(
     try:
         async with open_others() as others:
             tried: set[str] = set()
+            refused: Counter[str] = Counter()
             due = began = trio.current_time()
-            while groups := await _hottest(core, limits.most_bytes - drain.moved_bytes, tried):
+            while groups := await _hottest(core, has_place, limits.most_bytes - drain.moved_bytes, tried):
                 size_bytes = drain.size_bytes + sum(group.size_bytes for group in groups)
                 drain = attrs.evolve(drain, groups=drain.groups + len(groups), size_bytes=size_bytes)
                 on_progress(drain)
@@ -238,6 +268,8 @@ async def push(
                     batch = await _put_next(core, client, others, keys[done : done + _BATCH_KEYS])
                     done += len(batch.keys)
                     problem = batch.problem or problem
+                    refused.update(batch.refused)
+                    tried.difference_update(key for key in batch.refused if refused[key] < _TRIES)
                     drain = attrs.evolve(_counted(drain, batch), elapsed_s=int(trio.current_time() - began))
                     on_progress(drain)
                     # What a slow node has not taken is not made up for.
@@ -252,7 +284,9 @@ async def push(
         _log.warning("blocks were not passed on", extra={"groups": drain.failed_groups, "problem": problem})
 
 
-async def _hottest(core: StoreCore, most_bytes: int, without: Container[str]) -> list[_Group]:
+async def _hottest(
+    core: StoreCore, has_place: Callable[[Sequence[str]], Sequence[bool]], most_bytes: int, without: Container[str]
+) -> list[_Group]:
     """Return the hottest groups in memory, as many as have `most_bytes` together: the
     hottest group first, and in each its hottest key.
     """
@@ -261,8 +295,8 @@ async def _hottest(core: StoreCore, most_bytes: int, without: Container[str]) ->
     keys.reverse()
     for first in range(0, len(keys), _SLICE_KEYS):
         part = keys[first : first + _SLICE_KEYS]
-        for key, entry in zip(part, core.index.get_many(part), strict=True):
-            if entry is not None and key not in without:
+        for key, entry, is_ours in zip(part, core.index.get_many(part), has_place(part), strict=True):
+            if entry is not None and is_ours and key not in without:
                 tag = hash_tag(key)
                 group = groups.get(tag)
                 if group is None:
@@ -293,19 +327,20 @@ class _Key:
 @attrs.frozen
 class _Batch:
     """What became of some keys: the lengths of the blocks that were moved, and those
-    that could not be. The others were there, or are gone.
+    that could not be, or were refused. The others were there, or are gone.
     """
 
     keys: Sequence[_Key]
     moved: Mapping[str, int] = {}
     failed: Collection[str] = ()
+    refused: Collection[str] = ()
     problem: str = ""
 
 
 async def _put_next(core: StoreCore, client: Client, others: OtherNodes, keys: Sequence[_Key]) -> _Batch:
     """Put the first of these keys, as many as go at once."""
-    marks = await others.marks()
     keys = keys[: core.limits.max_batch_keys]
+    marks = await others.marks([one.key for one in keys])
     lease = core.lease(client, [one.key for one in keys], max_bytes=_BATCH_BYTES, touch=False)
     try:
         keys = keys[: len(lease.entries)]
@@ -316,10 +351,12 @@ async def _put_next(core: StoreCore, client: Client, others: OtherNodes, keys: S
         problem = ""
         moved: dict[str, int] = {}
         failed: set[str] = set()
+        refused: list[str] = []
         for ttl_s, part in _by_time_left(core, items):
             there: Collection[str] = ()
             try:
                 there = await others.copy(part, marks, ttl_s)
+                refused += await others.missing(there)
             except PartialPut as error:
                 failed.update(error.failed, error.unknown)
                 problem = str(error)
@@ -328,7 +365,7 @@ async def _put_next(core: StoreCore, client: Client, others: OtherNodes, keys: S
                 problem = str(error)
             skipped = failed.union(there)
             moved |= {key: len(view) for key, view in part.items() if key not in skipped}
-        return _Batch(keys, moved, failed, problem)
+        return _Batch(keys, moved, failed, refused, problem)
     finally:
         core.release(lease)
 
@@ -688,7 +725,7 @@ class ClusterService:
         if self._server.tls is not None:
             options["tls"] = self._server.tls.peer_context()
         open_others = partial(open_nodes, config.cluster, environment, **options)
-        await push(core, open_others, limits, on_progress)
+        await push(core, open_others, others.has_place, limits, on_progress)
 
     def _tell_drain(self, drain: Drain) -> None:
         if self._registrar is not None:

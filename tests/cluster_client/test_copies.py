@@ -150,12 +150,15 @@ class Moving:
     async def pass_on(self, name: str) -> None:
         """Do as a draining node does."""
         given: Any = self.given
-        calls = self.calls(Others(given, name))
-        marks = await calls.call(requests.Marks())
-        found = await Together([Part(self.nodes[name], requests.Get(KEYS))])
-        there = [(key, memoryview(value)) for key, value in zip(KEYS, found[0], strict=True) if value]
-        if there:
-            await calls.call(requests.Copy(requests.Batch(*map(list, zip(*there, strict=True))), marks))
+        others = Others(given, name)
+        calls = self.calls(others)
+        names = [key for key, is_ours in zip(KEYS, others.has_place(KEYS), strict=True) if is_ours]
+        for _ in range(2):  # what was refused is tried again
+            marks = await calls.call(requests.Marks(names))
+            found = await Together([Part(self.nodes[name], requests.Get(names))])
+            there = [(key, memoryview(value)) for key, value in zip(names, found[0], strict=True) if value]
+            if there:
+                await calls.call(requests.Copy(requests.Batch(*map(list, zip(*there, strict=True))), marks))
 
     async def evict(self, name: str, key: str) -> None:
         self.nodes[name].core.evict_keys([key])

@@ -133,7 +133,7 @@ class DrainingMachine(RuleBasedStateMachine):
         others = Others(given, self.nodes[number].id)
         environment = Environment(membership=lambda url: others)
         open_others = partial(open_nodes, URL, environment, lookup_deadline_s=60, lazy=True)
-        member.run(partial(push, member.core, open_others, PLENTY, lambda drain: None))
+        member.run(partial(push, member.core, open_others, others.has_place, PLENTY, lambda drain: None))
         if leaves:
             del self.nodes[number]
             self.give()

@@ -15,9 +15,11 @@ from infinistore.blocking import delete_by_prefix, do_by_prefix
 from infinistore.client.connection.effects import Background, ClusterCall, Together
 from infinistore.client.drivers.trio_driver import ClusterTrioStore
 from infinistore.client.extension import Environment
-from infinistore.client.requests import Get, Put
+from infinistore.client.requests import Batch, Copy, Get, Marks, Put
 from infinistore.cluster.documents import Drain
 from infinistore.cluster.membership import NodeState
+from infinistore.errors import PartialPut, PermissionDenied
+from infinistore.kept_errors import KeptError
 from infinistore.protocol.versions import Capability
 from infinistore.server.cluster import OtherNodes, Others, PushLimits, open_nodes, push
 from tests.clients.stores import servers_lack
@@ -93,7 +95,7 @@ async def test_what_a_node_passes_on_comes_after_the_keys_were_deleted(three: Cl
 
     class Late(OtherNodes):
         async def copy(
-            self, blocks: Mapping[str, memoryview], marks: Mapping[str, int], ttl_s: float | None
+            self, blocks: Mapping[str, memoryview], marks: Mapping[str, int | KeptError], ttl_s: float | None
         ) -> Collection[str]:
             await trio.to_thread.run_sync(store.delete, list(blocks)[1:])
             return await super().copy(blocks, marks, ttl_s)
@@ -108,10 +110,42 @@ async def test_what_a_node_passes_on_comes_after_the_keys_were_deleted(three: Cl
         store.put_many(BLOCKS)
         names = drains.keys()
         given.give(given_states(three, DRAINING, SERVING, SERVING).view.nodes)
-        await trio.to_thread.run_sync(drains.run, lambda: push(drains.core, open_late, PLENTY, lambda drain: None))
+        await trio.to_thread.run_sync(
+            drains.run, lambda: push(drains.core, open_late, others.has_place, PLENTY, lambda drain: None)
+        )
         passed_on = [name for name in names if store.exists(name)]
         assert len(passed_on) == 1 < len(names)
         assert drains.keys() == set(passed_on)
+
+
+async def test_blocks_from_before_that_were_deleted_since_are_not_passed_on(three: Cluster) -> None:
+    given = given_states(three, SERVING, SERVING)
+    others = Others(given, "a")  # type: ignore[arg-type]
+    drains = three.members[0]
+    with blocking.open_store(URL, environment=environment(given), lookup_deadline_s=60) as store:
+        store.put_many(BLOCKS)
+        given.give(given_states(three, SERVING, SERVING, SERVING).view.nodes)
+        store.put_many(BLOCKS)
+        left = drains.keys()
+        store.delete(NAMES)
+        assert left > drains.keys() > set()
+        given.give(given_states(three, DRAINING, SERVING, SERVING).view.nodes)
+        opened = partial(open_nodes, URL, environment(others), lookup_deadline_s=60)
+        await trio.to_thread.run_sync(
+            drains.run, lambda: push(drains.core, opened, others.has_place, PLENTY, lambda drain: None)
+        )
+        assert store.exists_many(NAMES) == [False] * len(NAMES)
+
+
+async def test_why_a_node_takes_no_copies_is_said(three: Cluster) -> None:
+    given = given_states(three, SERVING, SERVING, SERVING)
+    async with open_store(URL, environment=environment(given), lookup_deadline_s=60) as store:
+        assert isinstance(store, ClusterTrioStore)
+        marks = await store.drive(store.calls.call(Marks(NAMES[:1])))
+        assert len(marks) == 1  # of the owner alone
+        refused = dict.fromkeys(marks, KeptError(PermissionDenied("may only read")))
+        with pytest.raises(PartialPut, match="takes no copies: may only read"):
+            await store.drive(store.calls.call(Copy(Batch(NAMES[:1], [memoryview(b"x")]), refused)))
 
 
 async def test_a_node_of_an_older_release_gets_no_copies(caplog: pytest.LogCaptureFixture) -> None:
@@ -128,7 +162,9 @@ async def test_a_node_of_an_older_release_gets_no_copies(caplog: pytest.LogCaptu
         others = Others(given_states(older, DRAINING, SERVING, SERVING), "a")  # type: ignore[arg-type]
         drains, told = older.members[0], list[Drain]()
         opened = partial(open_nodes, URL, environment(others), lookup_deadline_s=60)
-        await trio.to_thread.run_sync(drains.run, lambda: push(drains.core, opened, PLENTY, told.append))
+        await trio.to_thread.run_sync(
+            drains.run, lambda: push(drains.core, opened, others.has_place, PLENTY, told.append)
+        )
         assert told[-1].failed_groups == told[-1].groups > 0
     problems = [str(vars(record).get("problem", "")) for record in caplog.records]
     assert any("is of an older release" in problem for problem in problems)

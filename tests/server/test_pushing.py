@@ -1,7 +1,7 @@
 """What a node that drains passes on, in which order, and what it lets go of."""
 
 import logging
-from collections.abc import AsyncGenerator, Callable
+from collections.abc import AsyncGenerator, Callable, Collection, Sequence
 from contextlib import asynccontextmanager
 from typing import Any
 
@@ -30,6 +30,7 @@ class Others:
         self.ends: dict[str, float | None] = {}
         self.at: list[float] = []
         self.mark = {"other": 0}
+        self.deleted: Collection[str] = ()
         self.before_marks: Callable[[], Any] = lambda: None
         self.before_put: Callable[[list[str]], Any] = lambda keys: None
 
@@ -37,7 +38,10 @@ class Others:
     async def open(self) -> AsyncGenerator[Any, None]:
         yield self
 
-    async def marks(self) -> dict[str, int]:
+    async def missing(self, keys: Collection[str]) -> list[str]:
+        return [key for key in keys if key not in self.has]
+
+    async def marks(self, keys: list[str]) -> dict[str, int]:
         await trio.lowlevel.checkpoint()
         self.before_marks()
         self.mark = {"other": self.mark["other"] + 1}
@@ -50,8 +54,8 @@ class Others:
         self.ends.update(dict.fromkeys(items, ttl_s))
         self.at.append(trio.current_time())  # real time: none of its tests is in that
         self.before_put(list(items))
-        skipped = [key for key in items if key in self.has]
-        self.has.update({key: bytes(view) for key, view in items.items() if key not in self.has})
+        skipped = [key for key in items if key in self.has or key in self.deleted]
+        self.has.update({key: bytes(view) for key, view in items.items() if key not in skipped})
         return skipped
 
 
@@ -73,9 +77,13 @@ def put(core: StoreCore, *keys: str, size_bytes: int = KIB, value: bytes | None 
     core.close_client(client)
 
 
+def has_all(keys: Sequence[str]) -> list[bool]:
+    return [True] * len(keys)
+
+
 async def pushed(core: StoreCore, others: Others, limits: PushLimits = PLENTY) -> Drain:
     told: list[Drain] = [Drain()]
-    await push(core, others.open, limits, told.append)
+    await push(core, others.open, has_all, limits, told.append)
     assert core.statistics().leases == 0
     assert core.statistics().clients == 0
     return told[-1]
@@ -174,7 +182,7 @@ async def test_it_says_how_much_is_done_and_how_long_the_rest_takes(core: StoreC
     put(core, *[f"{{b}}{number}" for number in range(8)])
     others = Others()
     told: list[Drain] = []
-    await push(core, others.open, PushLimits(1 << 30, bytes_per_s=2 * KIB), told.append)
+    await push(core, others.open, has_all, PushLimits(1 << 30, bytes_per_s=2 * KIB), told.append)
     assert [(one.ratio, one.size_bytes) for one in told] == [(0, 16 * KIB), (0.5, 16 * KIB), (1, 16 * KIB)]
     assert [one.elapsed_s for one in told] == [0, 0, 4]
     assert [one.left_s for one in told] == [None, None, 0]  # at first, nothing has taken a second yet
@@ -238,8 +246,35 @@ async def test_a_store_that_cannot_be_opened_is_told(
         yield
 
     put(core, "a")
-    await push(core, refused, PLENTY, lambda drain: None)
+    await push(core, refused, has_all, PLENTY, lambda drain: None)
     assert "blocks were not passed on" in caplog.text
+
+
+async def test_what_was_refused_for_another_deletion_is_tried_again(core: StoreCore, autojump_clock: MockClock) -> None:
+    put(core, "{a}1", "{a}2", "{b}1")
+    others = Others()
+    others.has["{b}1"] = b"there"
+    others.deleted = ["{a}2"]
+    others.before_marks = lambda: setattr(others, "deleted", others.deleted if others.mark["other"] < 1 else ())
+    drain = await pushed(core, others)
+    assert others.batches == [["{a}1", "{a}2", "{b}1"], ["{a}2"]]
+    assert set(others.has) == {"{a}1", "{a}2", "{b}1"}
+    assert drain.moved_blocks == 2
+
+
+async def test_what_is_refused_again_and_again_is_given_up(core: StoreCore, autojump_clock: MockClock) -> None:
+    put(core, "{a}1")
+    others = Others()
+    others.deleted = ["{a}1"]
+    await pushed(core, others)
+    assert others.batches == [["{a}1"]] * 3
+
+
+async def test_what_a_former_owner_has_still_is_not_passed_on(core: StoreCore, autojump_clock: MockClock) -> None:
+    put(core, "old", "own")
+    others = Others()
+    await push(core, others.open, lambda keys: [key == "own" for key in keys], PLENTY, lambda drain: None)
+    assert others.batches == [["own"]]
 
 
 async def test_a_damaged_block_is_dropped_and_not_passed_on(core: StoreCore, autojump_clock: MockClock) -> None:
@@ -277,7 +312,7 @@ async def test_cancelled_it_lets_go_at_once(core: StoreCore) -> None:
     others = Others()
     with trio.CancelScope() as scope:
         others.before_put = lambda keys: scope.cancel()
-        await push(core, others.open, PLENTY, lambda drain: None)
+        await push(core, others.open, has_all, PLENTY, lambda drain: None)
     assert scope.cancelled_caught
     assert (core.statistics().leases, core.statistics().clients, core.statistics().pinned_bytes) == (0, 0, 0)
 

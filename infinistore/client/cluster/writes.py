@@ -60,13 +60,15 @@ async def put(call: CallInView, request: Put | PutFromDevice) -> list[str]:
     return _skipped(call, keys, parts, outcomes)
 
 
-async def marks(call: CallInView, request: Marks) -> dict[str, int]:
-    """Ask all nodes for a mark; return those that they made, by the id of the node."""
-    nodes = call.view.nodes
-    marks = await call.ask_all([(index, Mark()) for index in range(len(nodes))], patiently=True)
-    return {
-        node.node.id: mark for node, mark in zip(nodes, marks, strict=True) if mark and not isinstance(mark, KeptError)
-    }
+async def marks(call: CallInView, request: Marks) -> dict[str, int | KeptError]:
+    """Ask the nodes that keys are written to for a mark; return what each answers, by
+    its id.
+    """
+    view = call.view
+    ranks = view.placement.ranks(request.keys, view.view.copies)
+    indices = sorted({index for owners in ranks for index in owners})
+    marks = await call.ask_all([(index, Mark()) for index in indices], patiently=True)
+    return {view.nodes[index].node.id: mark for index, mark in zip(indices, marks, strict=True)}
 
 
 async def copy(call: CallInView, request: Copy) -> list[str]:
@@ -82,12 +84,13 @@ async def copy(call: CallInView, request: Copy) -> list[str]:
     outcomes: list[Outcome] = []
     for index, positions in parts:
         node = call.view.nodes[index]
-        if mark := request.marks.get(node.node.id):
+        mark = request.marks.get(node.node.id, 0)
+        if mark and not isinstance(mark, KeptError):
             sent.append((index, Put(request.batch.at(positions), False, request.ttl_us, mark)))
             outcomes.append(None)
         else:
-            problem = f"{node} takes no copies: it does not answer, or is of an older release"
-            outcomes.append(KeptError(StoreUnavailable(problem)))
+            why = mark.again() if mark else "it is of an older release, or owns the keys since a moment ago"
+            outcomes.append(KeptError(StoreUnavailable(f"{node} takes no copies: {why}")))
     answers = iter(await call.ask(sent))
     outcomes = [next(answers) if outcome is None else outcome for outcome in outcomes]
     return _skipped(call, keys, parts, outcomes)
