@@ -59,7 +59,7 @@ async def end_copies(call: CallInView, request: EndCopies) -> bool:
     if not call.view.moves_blocks:
         return False
     nodes = range(len(call.view.nodes))
-    check_done(call, nodes, await call.ask([(index, Mark(True)) for index in nodes], patiently=True), "ended")
+    check_done(call, nodes, await call.ask([(index, Mark(True)) for index in nodes], patiently=True), "deleted")
     return True
 
 
