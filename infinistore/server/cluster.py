@@ -122,7 +122,7 @@ class Others:
         self._membership = membership
         self._node_id = node_id
         self._of = self._view = View(-1)
-        self._placement: tuple[View, Placement, int] | None = None
+        self._placement: tuple[View, Placement] | None = None
 
     @property
     def view(self) -> View:
@@ -143,18 +143,20 @@ class Others:
     def has_place(self, keys: Sequence[str]) -> list[bool]:
         """Tell for each key whether the one node may have it by the newest view, if it
         does not drain. What else it has is from before: no deletion has reached it.
+        Nobody knows of a node that is not in the view: it may have any key.
         """
         whole = self._membership.view
         if self._placement is None or self._placement[0] is not whole:
-            ids = [node.id for node in whole.nodes]
-            nodes = tuple(
+            nodes = [
                 attrs.evolve(node, state=NodeState.SERVING) if node.id == self._node_id else node
                 for node in whole.nodes
-            )
-            index = ids.index(self._node_id) if self._node_id in ids else -1
-            self._placement = whole, Placement(attrs.evolve(whole, nodes=nodes)), index
-        _, placement, index = self._placement
-        return [index in places for places in placement.places(keys)]
+            ]
+            self._placement = whole, Placement(attrs.evolve(whole, nodes=tuple(nodes)))
+        ids = [node.id for node in whole.nodes]
+        if self._node_id not in ids:
+            return [True] * len(keys)
+        index = ids.index(self._node_id)
+        return [index in places for places in self._placement[1].places(keys)]
 
     def wait_known(self, timeout_s: float) -> None:
         """Wait until there is a view."""

@@ -137,6 +137,11 @@ async def test_blocks_from_before_that_were_deleted_since_are_not_passed_on(thre
         assert store.exists_many(NAMES) == [False] * len(NAMES)
 
 
+def test_a_node_that_is_not_in_the_view_yet_may_pass_on_all_that_it_has() -> None:
+    others = Others(Given([]), "a")  # type: ignore[arg-type]
+    assert others.has_place(NAMES) == [True] * len(NAMES)
+
+
 async def test_why_a_node_takes_no_copies_is_said(three: Cluster) -> None:
     given = given_states(three, SERVING, SERVING, SERVING)
     async with open_store(URL, environment=environment(given), lookup_deadline_s=60) as store:
