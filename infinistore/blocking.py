@@ -71,16 +71,17 @@ def delete_by_prefix(store: BlockingStore, prefix: str) -> tuple[int, str]:
     """Delete all keys with this prefix, on every node: `do_by_prefix` says what this
     returns and raises. In a cluster, no copy from node to node brings one back.
     """
-    count, lost, moves = 0, "", store.is_cluster
+    count, lost, moved = 0, "", True
     for _ in range(PASSES_WHILE_BLOCKS_MOVE):
-        if moves:
-            try:
-                moves = store._call(EndCopies())
-            except StoreUnavailable as error:
-                moves, lost = False, str(error)
+        try:
+            moves = store.is_cluster and store._call(EndCopies())
+        except StoreUnavailable as error:
+            moves, lost = False, str(error)
+        if not (moved or moves):  # neither before a listing nor after it
+            break
         more, also_lost = do_by_prefix(store, prefix, store.delete)
-        count, lost = count + more, also_lost or lost
-        if not moves or lost:
+        count, lost, moved = count + more, also_lost or lost, moves
+        if lost:
             break
     return count, lost
 

@@ -11,14 +11,14 @@ import pytest
 import trio
 
 from infinistore import blocking, open_store
-from infinistore.blocking import delete_by_prefix, do_by_prefix
+from infinistore.blocking import delete_by_prefix, do_by_prefix, key_pages
 from infinistore.client.connection.effects import Background, ClusterCall, Together
 from infinistore.client.drivers.trio_driver import ClusterTrioStore
 from infinistore.client.extension import Environment
 from infinistore.client.requests import Batch, Copy, Get, Marks, Put
 from infinistore.cluster.documents import Drain
 from infinistore.cluster.membership import NodeState
-from infinistore.errors import PartialPut, PermissionDenied
+from infinistore.errors import PartialPut, PermissionDenied, StoreUnavailable
 from infinistore.kept_errors import KeptError
 from infinistore.protocol.versions import Capability
 from infinistore.server.cluster import OtherNodes, Others, PushLimits, open_nodes, push
@@ -190,6 +190,24 @@ def test_while_nodes_join_keys_are_deleted_on_all_former_owners() -> None:
             assert [member.keys() for member in some.members] == [set()] * 4
 
 
+def test_while_a_node_joins_a_delete_needs_only_the_nodes_that_have_a_place() -> None:
+    with running_cluster(3) as some:
+        last = some.nodes()[2].id
+        given = given_states(some, SERVING, JOINING, SERVING)
+        with blocking.open_store(URL, environment=environment(given), lookup_deadline_s=60) as store:
+            view = store.calls.nodes.begin()  # type: ignore[attr-defined]
+            by_place = {
+                name: last in [view.view.nodes[index].id for index in places]
+                for name, places in zip(NAMES, view.placement.places(NAMES), strict=True)
+            }
+            others = [name for name in NAMES if not by_place[name]]
+            store.put_many(BLOCKS)
+            some.members[2].stop()
+            assert store.delete(others) == len(others) > 0
+            with pytest.raises(StoreUnavailable, match="deleted"):
+                store.delete(NAMES)
+
+
 @pytest.fixture(scope="module")
 def with_tenants(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
     text = text_of(ann={"roles": "[read, write]"}, ben={"roles": "[read]"})
@@ -233,6 +251,24 @@ def test_only_who_deletes_by_prefix_ends_copies(three: Cluster) -> None:
     assert all(new > old for new, old in zip(later, marks, strict=True))
 
 
+def test_a_node_that_begins_to_join_while_keys_are_deleted_by_prefix_ends_copies(
+    three: Cluster, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    given = given_states(three, SERVING, SERVING, SERVING)
+    joining = given_states(three, SERVING, SERVING, JOINING).view.nodes
+    marks = [member.look(member.core.deletions.mark) for member in three.members]
+    with blocking.open_store(URL, environment=environment(given), lookup_deadline_s=60) as store:
+
+        def listed_before(*arguments: Any, **options: Any) -> Iterator[list[str]]:
+            yield from key_pages(*arguments, **options)
+            given.give(joining)
+
+        monkeypatch.setattr(blocking, "key_pages", listed_before)
+        assert delete_by_prefix(store, "key ") == (0, "")
+        later = [member.look(member.core.deletions.mark) for member in three.members]
+    assert all(new > old for new, old in zip(later, marks, strict=True))
+
+
 def test_a_node_that_is_slower_than_a_lookup_is_deleted_from_by_prefix(three: Cluster) -> None:
     given = given_states(three, SERVING, SERVING, JOINING)
     with blocking.open_store(URL, environment=environment(given), lookup_deadline_s=0.5) as store:
@@ -240,5 +276,7 @@ def test_a_node_that_is_slower_than_a_lookup_is_deleted_from_by_prefix(three: Cl
         three.members[1].silence()
         waking = threading.Timer(1.0, three.members[1].wake)
         waking.start()
-        assert delete_by_prefix(store, "key ") == (len(BLOCKS), "")
+        _, lost = delete_by_prefix(store, "key ")
         waking.join()
+    assert lost == ""
+    assert [member.keys() for member in three.members] == [set()] * 3

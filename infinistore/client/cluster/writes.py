@@ -20,6 +20,7 @@ from infinistore.client.requests import (
     Pin,
     Put,
     PutFromDevice,
+    Request,
     Reserve,
 )
 from infinistore.cluster.membership import NodeState
@@ -144,12 +145,14 @@ def _tell_lost(
 async def delete(call: CallInView, request: Delete) -> int:
     """Delete keys wherever they are; return how many were there.
 
-    While blocks are copied from node to node, all nodes are told, and those that copies
-    come from before those that they go to: `infinistore/core/deletions.py` says why.
+    While blocks are copied from node to node, those that copies come from are told
+    before those that they go to: `infinistore/core/deletions.py` says why. Before them,
+    so are the nodes that are no place of a key, if they answer within the time of a
+    lookup: they may have it from before, and be a place again in the next view.
 
     Raises:
-        StoreUnavailable: a node could not be reached. The keys of the others were
-            deleted.
+        StoreUnavailable: a place of a key could not be reached. The keys of the others
+            were deleted.
     """
     keys = request.keys
     view = call.view
@@ -158,12 +161,18 @@ async def delete(call: CallInView, request: Delete) -> int:
         count = -1
     else:
         count = sum(place >= 0 for place in await present_anywhere(call, list(dict.fromkeys(keys))))
-        turns = _in_turns(call, keys) if view.moves_blocks else [_by_node(call, keys)]
-    outcomes = await call.ask_in_turns(
-        [[(index, part_of(request, positions)) for index, positions in parts] for parts in turns]
-    )
+        turns = [_by_node(call, keys)]
+        if view.moves_blocks:
+            former, *turns = _in_turns(call, keys)
+            most_s = min(call.calls.lookup_s, call.left_s / 4)
+            await call.ask_all(_parts_of(request, former), reserve_s=call.left_s - most_s)
+    outcomes = await call.ask_in_turns([_parts_of(request, parts) for parts in turns])
     check_done(call, [index for parts in turns for index, _ in parts], outcomes, "deleted")
     return sum(outcomes) if count < 0 else count
+
+
+def _parts_of(request: Delete, by_node: Sequence[tuple[int, Sequence[int]]]) -> list[tuple[int, Request[Any]]]:
+    return [(index, part_of(request, positions)) for index, positions in by_node]
 
 
 def _by_node(call: CallInView, keys: Sequence[str]) -> list[tuple[int, Sequence[int]]]:
@@ -176,20 +185,23 @@ def _by_node(call: CallInView, keys: Sequence[str]) -> list[tuple[int, Sequence[
 
 
 def _in_turns(call: CallInView, keys: Sequence[str]) -> list[list[tuple[int, Sequence[int]]]]:
-    """Return all nodes, and the positions of the keys: those that copies come from
-    before those they go to.
+    """Return nodes, and positions of keys: those that are no places of the keys, then
+    the places, those that copies come from before those they go to.
 
     A draining node passes on to others, and no block goes there; the first place of a
-    key gets copies from its later places. A node that is no place of a key may have it
-    from before, and may be a place again in the next view.
+    key gets copies from its later places.
     """
     nodes = call.view.view.nodes
+    former: dict[int, list[int]] = {}
     turns: tuple[dict[int, list[int]], ...] = ({}, {}, {})
     for position, places in enumerate(call.view.placement.places(keys)):
         for index, node in enumerate(nodes):
-            turn = 0 if node.state is NodeState.DRAINING or index not in places else 1 if index != places[0] else 2
+            if index not in places:
+                former.setdefault(index, []).append(position)
+                continue
+            turn = 0 if node.state is NodeState.DRAINING else 1 if index != places[0] else 2
             turns[turn].setdefault(index, []).append(position)
-    return [[*turn.items()] for turn in turns if turn]
+    return [[*former.items()], *([*turn.items()] for turn in turns if turn)]
 
 
 def check_done(call: CallInView, indices: Sequence[int], outcomes: Sequence[Outcome], what: str) -> None:
