@@ -12,7 +12,6 @@ notice. Cancelled, it lets go of everything at once.
 
 import logging
 import math
-from collections import Counter
 from collections.abc import AsyncGenerator, Awaitable, Callable, Collection, Container, Iterator, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager, asynccontextmanager, contextmanager
 from functools import partial
@@ -170,7 +169,7 @@ class Others:
         """There is nothing to end."""
 
 
-_SLICE_KEYS: Final = 4096
+_SLICE_KEYS: Final = 512
 _BATCH_KEYS: Final = 256
 _TRIES: Final = 3
 _BATCH_BYTES: Final = 4 * 1024 * 1024
@@ -232,7 +231,7 @@ class _Group:
     """Its keys, with the lengths of their blocks."""
     size_bytes: int = 0
     left: int = 0
-    """How many of its keys have not been tried yet."""
+    """How many of its keys are not done yet."""
     moved: bool = False
     failed: bool = False
 
@@ -248,8 +247,9 @@ async def push(
     meanwhile: those whose place this node is, as `has_place` says. What could not be
     moved is counted, and logged at the end.
 
-    What a node refuses because something was deleted meanwhile, and does not have, is
-    tried again with new marks, as it may be another key that was deleted.
+    What fails is tried again, with new marks: the owner may have changed. So is what a
+    node refuses because something was deleted meanwhile, and does not have, as it may
+    be another key that was deleted.
     """
     drain = Drain()
     problem = ""
@@ -257,21 +257,25 @@ async def push(
     try:
         async with open_others() as others:
             tried: set[str] = set()
-            refused: Counter[str] = Counter()
+            again: list[_Key] = []
             due = began = trio.current_time()
-            while groups := await _hottest(core, has_place, limits.most_bytes - drain.moved_bytes, tried):
+            while True:
+                left_bytes = limits.most_bytes - drain.moved_bytes - sum(one.length_bytes for one in again)
+                groups = await _hottest(core, has_place, left_bytes, tried)
+                if not groups and not again:
+                    break
                 size_bytes = drain.size_bytes + sum(group.size_bytes for group in groups)
                 drain = attrs.evolve(drain, groups=drain.groups + len(groups), size_bytes=size_bytes)
                 on_progress(drain)
-                keys = [_Key(group, key, length) for group in groups for key, length in group.keys]
+                keys = again + [_Key(group, key, length) for group in groups for key, length in group.keys]
+                again = []
                 tried.update(one.key for one in keys)
                 done = 0
                 while done < len(keys):
                     batch = await _put_next(core, client, others, keys[done : done + _BATCH_KEYS])
-                    done += len(batch.keys)
-                    problem = batch.problem or problem
-                    refused.update(batch.refused)
-                    tried.difference_update(key for key in batch.refused if refused[key] < _TRIES)
+                    done += len(batch.keys) + len(batch.again)
+                    again += batch.again
+                    problem = batch.problem if batch.failed else problem
                     drain = attrs.evolve(_counted(drain, batch), elapsed_s=int(trio.current_time() - began))
                     on_progress(drain)
                     # What a slow node has not taken is not made up for.
@@ -324,18 +328,20 @@ class _Key:
     group: _Group
     key: str
     length_bytes: int
+    tries: int = 1
 
 
 @attrs.frozen
 class _Batch:
-    """What became of some keys: the lengths of the blocks that were moved, and those
-    that could not be, or were refused. The others were there, or are gone.
+    """What became of some keys that are done: the lengths of the blocks that were
+    moved, and those that could not be. The others were there, or are gone.
     """
 
     keys: Sequence[_Key]
     moved: Mapping[str, int] = {}
     failed: Collection[str] = ()
-    refused: Collection[str] = ()
+    again: Sequence[_Key] = ()
+    """Further keys that failed, and are to be tried again."""
     problem: str = ""
 
 
@@ -353,21 +359,36 @@ async def _put_next(core: StoreCore, client: Client, others: OtherNodes, keys: S
         problem = ""
         moved: dict[str, int] = {}
         failed: set[str] = set()
-        refused: list[str] = []
         for ttl_s, part in _by_time_left(core, items):
             there: Collection[str] = ()
+            answered: Collection[str] = ()
             try:
-                there = await others.copy(part, marks, ttl_s)
-                refused += await others.missing(there)
+                there = answered = await others.copy(part, marks, ttl_s)
             except PartialPut as error:
+                answered = error.stored  # or skipped
                 failed.update(error.failed, error.unknown)
                 problem = str(error)
             except InfiniStoreException as error:
                 failed.update(part)
                 problem = str(error)
+            try:
+                refused = await others.missing(answered)
+            except InfiniStoreException as error:
+                refused = list(answered)
+                problem = str(error)
+            if refused:
+                failed.update(refused)
+                problem = problem or "they were deleted meanwhile, or a key that shares their slot"
             skipped = failed.union(there)
             moved |= {key: len(view) for key, view in part.items() if key not in skipped}
-        return _Batch(keys, moved, failed, refused, problem)
+        again = {one.key for one in keys if one.key in failed and one.tries < _TRIES}
+        return _Batch(
+            [one for one in keys if one.key not in again],
+            moved,
+            failed - again,
+            [attrs.evolve(one, tries=one.tries + 1) for one in keys if one.key in again],
+            problem,
+        )
     finally:
         core.release(lease)
 

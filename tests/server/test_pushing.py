@@ -14,7 +14,7 @@ from infinistore.allocators import create_allocator
 from infinistore.cluster.documents import Drain
 from infinistore.core import Pool, StoreCore, create_arena
 from infinistore.core.limits import CoreLimits
-from infinistore.errors import OutOfMemory, PartialPut, StoreUnavailable
+from infinistore.errors import OutOfMemory, PartialPut, PermissionDenied, StoreUnavailable
 from infinistore.server.cluster import Drainer, PushLimits, push
 
 KIB = 1024
@@ -212,6 +212,7 @@ async def test_groups_whose_node_is_lost_are_counted_and_told_once(
     others = Others()
 
     def lose(keys: list[str]) -> None:
+        others.has.update(dict.fromkeys(["{a}1", "{a}2"], b""))
         raise PartialPut("b is gone", stored=["{a}1", "{a}2"], failed=["{b}1"], unknown=["{b}2"])
 
     others.before_put = lose
@@ -226,15 +227,74 @@ async def test_whatever_refuses_does_not_end_it(core: StoreCore, autojump_clock:
     put(core, "{b}1")
     put(core, *[f"{{a}}{number}" for number in range(8)])
     others = Others()
-    errors = [error]
 
-    def refuse_once(keys: list[str]) -> None:
-        if errors:
-            raise errors.pop()
+    def refuse(keys: list[str]) -> None:
+        if "{b}1" in keys:
+            raise error
 
-    others.before_put = refuse_once
+    others.before_put = refuse
     drain = await pushed(core, others)
     assert (drain.failed_groups, drain.moved_groups) == (1, 1)
+
+
+@pytest.mark.parametrize("error", [PartialPut("new owner", failed=["{a}1", "{a}2"]), OutOfMemory("full")])
+async def test_what_failed_is_tried_again_and_counted_once(
+    core: StoreCore, autojump_clock: MockClock, caplog: pytest.LogCaptureFixture, error: Exception
+) -> None:
+    put(core, "{b}1")
+    put(core, "{a}1", "{a}2")
+    others = Others()
+    errors = [error, error]
+
+    def refuse_twice(keys: list[str]) -> None:
+        if "{a}1" not in keys:
+            put(core, "{c}1")  # the next time, the room is for {a}
+        elif errors:
+            raise errors.pop()
+
+    others.before_put = refuse_twice
+    core.limits = CoreLimits(max_batch_keys=2)
+    drain = await pushed(core, others, PushLimits(most_bytes=3 * KIB, bytes_per_s=1 << 40))
+    size = 3 * KIB
+    assert drain == Drain(
+        groups=2, moved_groups=2, moved_blocks=3, moved_bytes=size, size_bytes=size, done_bytes=size, elapsed_s=2
+    )
+    assert not caplog.records
+
+
+async def test_what_an_answering_node_refused_while_another_is_lost_is_tried_again(
+    core: StoreCore, autojump_clock: MockClock
+) -> None:
+    put(core, "{a}1", "{b}1", "{c}1")
+    others = Others()
+
+    def lose_once(keys: list[str]) -> None:
+        if len(others.batches) == 1:
+            others.has["{a}1"] = b""
+            raise PartialPut("c is gone", stored=["{a}1", "{b}1"], failed=["{c}1"])
+
+    others.before_put = lose_once
+    drain = await pushed(core, others)
+    assert others.batches == [["{a}1", "{b}1", "{c}1"], ["{b}1", "{c}1"]]
+    assert (drain.groups, drain.moved_groups, drain.moved_blocks) == (3, 3, 3)
+
+
+async def test_a_node_that_does_not_say_what_it_has_does_not_end_it(
+    core: StoreCore, autojump_clock: MockClock, caplog: pytest.LogCaptureFixture
+) -> None:
+    put(core, "{b}1", *[f"{{a}}{number}" for number in range(7)])
+    others = Others()
+    others.deleted = ["{b}1"]
+
+    async def refuse(keys: Collection[str]) -> list[str]:
+        if keys:
+            raise PermissionDenied("not you")
+        return []
+
+    others.missing = refuse  # type: ignore[method-assign]
+    drain = await pushed(core, others)
+    assert (drain.groups, drain.moved_groups, drain.failed_groups) == (2, 1, 1)
+    assert [vars(record)["problem"] for record in caplog.records] == ["not you"]
 
 
 async def test_a_store_that_cannot_be_opened_is_told(
@@ -262,12 +322,30 @@ async def test_what_was_refused_for_another_deletion_is_tried_again(core: StoreC
     assert drain.moved_blocks == 2
 
 
-async def test_what_is_refused_again_and_again_is_given_up(core: StoreCore, autojump_clock: MockClock) -> None:
+async def test_what_is_refused_again_and_again_is_given_up(
+    core: StoreCore, autojump_clock: MockClock, caplog: pytest.LogCaptureFixture
+) -> None:
     put(core, "{a}1")
     others = Others()
     others.deleted = ["{a}1"]
-    await pushed(core, others)
+    drain = await pushed(core, others)
     assert others.batches == [["{a}1"]] * 3
+    assert drain == Drain(groups=1, failed_groups=1, size_bytes=KIB, done_bytes=KIB, elapsed_s=2)
+    (record,) = caplog.records
+    assert (vars(record)["groups"], "deleted" in vars(record)["problem"]) == (1, True)
+
+
+async def test_other_tasks_run_between_small_parts_of_the_keys(core: StoreCore, autojump_clock: MockClock) -> None:
+    for first in range(0, 1024, 8):
+        put(core, *[f"{number}" for number in range(first, first + 8)])
+    asked: list[int] = []
+
+    def has_none(keys: Sequence[str]) -> list[bool]:
+        asked.append(len(keys))
+        return [False] * len(keys)
+
+    await push(core, Others().open, has_none, PLENTY, lambda drain: None)
+    assert asked == [512, 512]
 
 
 async def test_what_a_former_owner_has_still_is_not_passed_on(core: StoreCore, autojump_clock: MockClock) -> None:
