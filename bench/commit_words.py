@@ -6,7 +6,7 @@ end with a message.
 One blocking client, one server, blocks of 64 KiB. The same store puts the same batches
 both ways, interleaved. `message` is what a put was before there were commit words: it
 asks for room (a batch of 1 MiB and more did so with the put before), copies, and
-commits by a message. `message, spare` has shorter batches ask for room so, too.
+commits by a message.
 
 A ratio is a rate, commit word / message: above 1.0 the commit word is faster. It is the
 median of paired rounds; the interval has 95 % of 2,000 bootstrap samples of it.
@@ -19,7 +19,6 @@ from collections.abc import Callable
 from unittest import mock
 
 from infinistore.blocking import BlockingStore, open_store
-from infinistore.client.movers.shm import mover as shared_memory
 from infinistore.client.movers.shm.known_blocks import KnownReads
 from local import KIB, MIB, POOL_BYTES, Blocks, server
 from rounds import interleaved_times, taking_turns
@@ -37,18 +36,14 @@ def batches(count: int) -> list[list[tuple[str, memoryview]]]:
 
 
 def ways(store: BlockingStore, count: int) -> dict[str, Callable[[], object]]:
-    """Return a put of a batch in each of the three ways."""
+    """Return a put of a batch in each of the two ways."""
     by_word, by_message = (taking_turns(store.put_many, batches(count)) for _ in range(2))
 
     def without() -> None:
         with mock.patch.object(KnownReads, "can_commit", return_value=False):
             by_message()
 
-    def without_but_spare() -> None:
-        with mock.patch.object(shared_memory, "_SPARE_BYTES", range(64 * KIB, 16 * MIB + 1)):
-            without()
-
-    return {"commit word": by_word, "message": without, "message, spare": without_but_spare}
+    return {"commit word": by_word, "message": without}
 
 
 def interval(ratios: list[float]) -> tuple[float, float]:
@@ -73,11 +68,12 @@ def main() -> None:
                     store.purge()
                 medians = {name: statistics.median(of_one) for name, of_one in times.items()}
                 line = f"put {count:2} x 64 KiB, verify={verify}: {medians['commit word'] * 1e6:6.0f} us"
-                for name in ("message", "message, spare"):
-                    ratios = [other / word for word, other in zip(times["commit word"], times[name], strict=True)]
-                    low, high = interval(ratios)
-                    line += f"; commit word / {name} {statistics.median(ratios):5.2f} ({low:.2f} to {high:.2f})"
-                print(line, flush=True)
+                ratios = [other / word for word, other in zip(times["commit word"], times["message"], strict=True)]
+                low, high = interval(ratios)
+                print(
+                    f"{line}; commit word / message {statistics.median(ratios):5.2f} ({low:.2f} to {high:.2f})",
+                    flush=True,
+                )
 
 
 if __name__ == "__main__":
