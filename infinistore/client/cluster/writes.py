@@ -192,16 +192,13 @@ def _in_turns(call: CallInView, keys: Sequence[str]) -> list[list[tuple[int, Seq
     key gets copies from its later places.
     """
     nodes = call.view.view.nodes
-    former: dict[int, list[int]] = {}
-    turns: tuple[dict[int, list[int]], ...] = ({}, {}, {})
+    turns: tuple[dict[int, list[int]], ...] = ({}, {}, {}, {})
     for position, places in enumerate(call.view.placement.places(keys)):
         for index, node in enumerate(nodes):
-            if index not in places:
-                former.setdefault(index, []).append(position)
-                continue
-            turn = 0 if node.state is NodeState.DRAINING else 1 if index != places[0] else 2
+            is_draining = node.state is NodeState.DRAINING
+            turn = 0 if index not in places else 1 if is_draining else 2 if index != places[0] else 3
             turns[turn].setdefault(index, []).append(position)
-    return [[*former.items()], *([*turn.items()] for turn in turns if turn)]
+    return [[*parts.items()] for turn, parts in enumerate(turns) if parts or turn == 0]
 
 
 def check_done(call: CallInView, indices: Sequence[int], outcomes: Sequence[Outcome], what: str) -> None:
