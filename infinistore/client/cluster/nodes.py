@@ -154,10 +154,12 @@ class ViewInUse(Generic[_Store]):
         return [(0, range(len(keys)))] if self._has_sole_node else self.placement.split(keys)
 
 
-def part_of(request: _Cut, positions: Sequence[int]) -> _Cut:
-    """Return the part of a request at these positions: the request, if they are all."""
-    part: _Cut = request if len(positions) == len(request.keys) else request.at(positions)
-    return part
+def parts_of(request: _Cut, parts: Sequence[tuple[int, Sequence[int]]]) -> list[tuple[int, _Cut]]:
+    """Return for nodes, with the positions of their keys, what to ask them: the request
+    itself, if these are all of its keys.
+    """
+    count = len(request.keys)
+    return [(index, request if len(positions) == count else request.at(positions)) for index, positions in parts]
 
 
 class Nodes(Generic[_Store]):

@@ -26,7 +26,7 @@ from urllib.parse import quote, unquote
 import attrs
 
 from infinistore.client.cluster.calls import CallInView, is_lost
-from infinistore.client.cluster.nodes import part_of
+from infinistore.client.cluster.nodes import parts_of
 from infinistore.client.connection.effects import Background, Outcome, Part, Together
 from infinistore.client.memory.views import Leased
 from infinistore.client.requests import (
@@ -193,7 +193,7 @@ async def _found(call: CallInView, request: KeyedRequest[_T], absent: Any) -> li
         return await _found_in_places(call, request, absent)
     parts = view.parts(request.keys)
     whole = len(parts) == 1
-    outcomes = await call.ask([(index, part_of(request, positions)) for index, positions in parts])
+    outcomes = await call.ask(parts_of(request, parts))
     if whole and not is_lost(outcomes[0]):
         found: list[_T] = outcomes[0]
         return found
@@ -227,9 +227,7 @@ async def _found_in_places(call: CallInView, request: KeyedRequest[_T], absent: 
         parts = _by_place(places, left, asked, silent, lost)
         hedges = [] if asked else hedges_for(call, request, parts, places)
         is_last = all(len(places[position]) <= asked + 1 for position in left)
-        outcomes = await call.ask_all(
-            [(index, part_of(request, positions)) for index, positions in parts], hedges, is_last=is_last
-        )
+        outcomes = await call.ask_all(parts_of(request, parts), hedges, is_last=is_last)
         for (index, positions), outcome in zip(parts, outcomes, strict=True):
             if isinstance(outcome, KeptError):
                 if is_lost(outcome):
@@ -411,9 +409,7 @@ async def lease(call: CallInView, request: Lease) -> Leased:
         while parts or left:
             hedges = [] if asked else hedges_for(call, request, parts, places)
             is_last = all(len(place) <= asked + 1 for place in places)
-            outcomes = await call.ask_all(
-                [(index, part_of(request, positions)) for index, positions in parts], hedges, is_last=is_last
-            )
+            outcomes = await call.ask_all(parts_of(request, parts), hedges, is_last=is_last)
             for (_, positions), outcome in zip(parts, outcomes, strict=True):
                 if isinstance(outcome, Leased):
                     leased.append((positions, outcome))
@@ -441,7 +437,7 @@ async def match_prefix(call: CallInView, request: MatchPrefix) -> Matched:
     keys = request.keys
     view = call.view
     parts = view.parts(keys) if view.has_one_place else await _parts_that_are_there(call, keys)
-    outcomes = await _ask_or_release(call, [(index, part_of(request, positions)) for index, positions in parts])
+    outcomes = await _ask_or_release(call, parts_of(request, parts))
     if len(parts) == 1 and view.has_one_place and not is_lost(outcomes[0]):
         (index, _), match = parts[0], outcomes[0]
         return Matched(match.matched, _token(call, {index: match.hold} if match.hold else {}), match.on_disk)
@@ -497,7 +493,7 @@ async def _hold_less(call: CallInView, held: dict[int, Matched], wanted: dict[in
 async def prefetch(call: CallInView, request: Prefetch) -> Prefetched:
     """Have all owners begin to read blocks from disk."""
     parts = call.view.parts(request.keys)
-    outcomes = await _ask_or_release(call, [(index, part_of(request, positions)) for index, positions in parts])
+    outcomes = await _ask_or_release(call, parts_of(request, parts))
     reading = skipped = 0
     tokens: dict[int, str] = {}
     for (index, _), outcome in zip(parts, outcomes, strict=True):

@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from infinistore.client.cluster.calls import CallInView, error_of, is_lost, naming
-from infinistore.client.cluster.nodes import part_of
+from infinistore.client.cluster.nodes import parts_of
 from infinistore.client.cluster.reads import present_anywhere
 from infinistore.client.connection.calls import unknown_outcome
 from infinistore.client.connection.effects import Outcome, Part, Together
@@ -20,7 +20,6 @@ from infinistore.client.requests import (
     Pin,
     Put,
     PutFromDevice,
-    Request,
     Reserve,
 )
 from infinistore.cluster.membership import NodeState
@@ -57,7 +56,7 @@ async def put(call: CallInView, request: Put | PutFromDevice) -> list[str]:
     """
     keys = request.keys
     parts = [part for copy in _written_to(call, keys) for part in copy]
-    outcomes = await call.ask([(index, part_of(request, positions)) for index, positions in parts])
+    outcomes = await call.ask(parts_of(request, parts))
     return _skipped(call, keys, parts, outcomes)
 
 
@@ -161,18 +160,15 @@ async def delete(call: CallInView, request: Delete) -> int:
         count = -1
     else:
         count = sum(place >= 0 for place in await present_anywhere(call, list(dict.fromkeys(keys))))
-        turns = [_by_node(call, keys)]
         if view.moves_blocks:
             former, *turns = _in_turns(call, keys)
             most_s = min(call.calls.lookup_s, call.left_s / 4)
-            await call.ask_all(_parts_of(request, former), reserve_s=call.left_s - most_s)
-    outcomes = await call.ask_in_turns([_parts_of(request, parts) for parts in turns])
+            await call.ask_all(parts_of(request, former), reserve_s=call.left_s - most_s)
+        else:
+            turns = [_by_node(call, keys)]
+    outcomes = await call.ask_in_turns([parts_of(request, parts) for parts in turns])
     check_done(call, [index for parts in turns for index, _ in parts], outcomes, "deleted")
     return sum(outcomes) if count < 0 else count
-
-
-def _parts_of(request: Delete, by_node: Sequence[tuple[int, Sequence[int]]]) -> list[tuple[int, Request[Any]]]:
-    return [(index, part_of(request, positions)) for index, positions in by_node]
 
 
 def _by_node(call: CallInView, keys: Sequence[str]) -> list[tuple[int, Sequence[int]]]:
@@ -220,7 +216,7 @@ async def flush(call: CallInView, request: Flush) -> int:
     """
     copies = _written_to(call, request.keys)
     parts = [part for copy in copies for part in copy]
-    outcomes = await call.ask([(index, part_of(request, positions)) for index, positions in parts])
+    outcomes = await call.ask(parts_of(request, parts))
     return sum(outcome for outcome in outcomes[: len(copies[0])] if not is_lost(outcome))
 
 
@@ -235,7 +231,7 @@ async def pin(call: CallInView, request: Pin) -> list[bool]:
         parts = _by_node(call, request.keys)
     else:
         parts = [(index, range(len(request.keys))) for index in range(len(call.view.nodes))]
-    outcomes = await call.ask([(index, part_of(request, positions)) for index, positions in parts])
+    outcomes = await call.ask(parts_of(request, parts))
     check_done(call, [index for index, _ in parts], outcomes, "pinned" if request.pinned else "unpinned")
     done = [False] * len(request.keys)
     for (_, positions), outcome in zip(parts, outcomes, strict=True):
