@@ -145,15 +145,15 @@ class Others:
         Nobody knows of a node that is not in the view: it may have any key.
         """
         whole = self._membership.view
+        ids = [node.id for node in whole.nodes]
+        if self._node_id not in ids:
+            return [True] * len(keys)
         if self._placement is None or self._placement[0] is not whole:
             nodes = [
                 attrs.evolve(node, state=NodeState.SERVING) if node.id == self._node_id else node
                 for node in whole.nodes
             ]
             self._placement = whole, Placement(attrs.evolve(whole, nodes=tuple(nodes)))
-        ids = [node.id for node in whole.nodes]
-        if self._node_id not in ids:
-            return [True] * len(keys)
         index = ids.index(self._node_id)
         return [index in places for places in self._placement[1].places(keys)]
 
