@@ -217,7 +217,6 @@ UNSTRUCTURE_FOR_STRANGERS = unstructure_for(LAST_RELEASE)
 
 _SHORT, _LONG = 32, 256  # from this length in bytes on, msgpack writes the length of a text otherwise
 _FIXSTR, _STR8 = 0xA0, 0xD9
-_NUMBER = struct.Struct("<Q")
 _GET_REPLY = struct.Struct("<9sQ12sQ")
 
 _PUT_KEYS = b"\x84\xa4keys"
