@@ -25,6 +25,8 @@ MOST_BYTES: Final = 16 * 1024 * 1024
 _MOST_DEPTH: Final = 16
 Node: TypeAlias = Any
 """A `yaml.Node`: yaml is imported late, and its stubs do not tell its kinds apart."""
+_LINE_BREAK: Final = re.compile("\n|\r(?!\n)|\x85|\u2028|\u2029")
+"""Where YAML begins a line; `\\r\\n` is one break, and its `\\r` stays with the line."""
 _NOBODY: Final = 65534  # everybody whom a container does not know
 _LARGEST_UID: Final = 2**32 - 2
 _NAME_IN_CERTIFICATE: Final = re.compile(r"(DNS|URI|email):([^\s*]{1,255})")
@@ -407,7 +409,7 @@ class _Lines:
 
     def __init__(self, text: str, name: str) -> None:
         self._name = name
-        self._lines = text.split("\n")
+        self._lines = _LINE_BREAK.split(text)
         self._root = _read_tree(text, name, exact=True)
 
     @property

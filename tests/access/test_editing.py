@@ -91,11 +91,14 @@ def test_what_cannot_be_edited_is_refused() -> None:
 
 
 comments = st.text(alphabet="ab #:-[]'", max_size=8).map(lambda text: f"# {text}")
+line_ends = st.text(alphabet="\r\x85\u2028\u2029", max_size=2)  # YAML begins a line behind each of these, too
 
 
 @st.composite
 def files(draw: st.DrawFn) -> str:
-    """Files in block style, with comments and blank lines anywhere, of any indent."""
+    """Files in block style, with comments and blank lines anywhere, of any indent, and with
+    any ends of lines.
+    """
     indent = " " * draw(st.integers(1, 4))
     lines = ["tenants:"]
     number = 0
@@ -114,7 +117,7 @@ def files(draw: st.DrawFn) -> str:
                 lines.append(f"{indent * 2}{key}: {'3' if key == 'weight' else '[read]'}")
     out = []
     for line in lines:
-        out.append(line + draw(st.just("") | comments.map(lambda text: "  " + text)))
+        out.append(line + draw(st.just("") | comments.map(lambda text: "  " + text)) + draw(line_ends))
         if "tokens:" not in line and not line.lstrip().startswith("-"):  # what is between tokens may go with them
             out += draw(st.lists(st.just("") | comments, max_size=2))
     return "\n".join(out) + "\n"
