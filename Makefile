@@ -50,19 +50,19 @@ test-nightly: $(TEST_STAMP) ## set up, then run the long tests that make test le
 stress: $(TEST_STAMP) ## clients by shared memory that are stopped and killed, for MINUTES (3); DISK=1 gives their server a disk, SEED goes the same way again
 	$(BIN)/python -m tests.stress --seconds $$(( $(MINUTES) * 60 )) $(if $(DISK),--disk) $(if $(SEED),--seed $(SEED))
 
-simulate: $(if $(MUTANTS),.venvs/mutants/.installed,$(TEST_STAMP)) ## servers and clients in a virtual world where everything goes wrong: SEED runs one again, MUTANTS=1 sees whether it finds bugs, else MINUTES (3) on all cores
-	@$(if $(MUTANTS),.venvs/mutants/bin,$(BIN))/python -m tests.simulation $(if $(SEED),--seed $(SEED),$(if $(MUTANTS),--mutants,--minutes $(MINUTES)) --first-seed $(FIRST_SEED))
+simulate: $(if $(MUTANTS),.venvs/mutants/.installed,$(TEST_STAMP)) ## servers and clients in a virtual world where everything goes wrong: SEED runs one again, MUTANTS=1 sees whether it finds bugs, else SEEDS of them or MINUTES (3) on all cores
+	@$(if $(MUTANTS),.venvs/mutants/bin,$(BIN))/python -m tests.simulation $(if $(SEED),--seed $(SEED),$(if $(MUTANTS),--mutants,$(if $(SEEDS),--seeds $(SEEDS),--minutes $(MINUTES))) --first-seed $(FIRST_SEED))
 
 # Guided by what is reached, in an environment of its own: atheris has wheels for few Pythons. What it finds is kept in build/fuzz.
 FUZZ_SECONDS ?= 60
 FUZZ_SEED ?= 0
 FUZZ_TARGETS ?= decoder server client touch_log http manifest disk pool_state tenants cluster
 
-fuzz: .venvs/fuzz/.installed ## feed each parser of what others write with anything, for FUZZ_SECONDS (60) each; FUZZ_TARGETS chooses, FUZZ_SEED repeats
+fuzz: .venvs/fuzz/.installed ## feed each parser of what others write with anything, for FUZZ_SECONDS (60) or with FUZZ_RUNS inputs each; FUZZ_TARGETS chooses, FUZZ_SEED repeats
 	@failed=; \
 	for target in $(FUZZ_TARGETS); do \
 	    echo "== $$target"; \
-	    .venvs/fuzz/bin/python -m tests.fuzz $$target --seconds $(FUZZ_SECONDS) --seed $(FUZZ_SEED) || failed="$$failed $$target"; \
+	    PYTHONHASHSEED=0 .venvs/fuzz/bin/python -m tests.fuzz $$target $(if $(FUZZ_RUNS),--runs $(FUZZ_RUNS),--seconds $(FUZZ_SECONDS)) --seed $(FUZZ_SEED) || failed="$$failed $$target"; \
 	done; \
 	[ -z "$$failed" ] || { echo "failed:$$failed" >&2; exit 1; }
 

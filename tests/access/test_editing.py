@@ -96,7 +96,7 @@ line_ends = st.text(alphabet="\r\x85\u2028\u2029", max_size=2)  # YAML begins a 
 
 @st.composite
 def files(draw: st.DrawFn) -> str:
-    """Files in block style, with comments and blank lines anywhere, of any indent, and with
+    """Files in block style, with comments and blank lines anywhere, of any indent, with
     any ends of lines.
     """
     indent = " " * draw(st.integers(1, 4))

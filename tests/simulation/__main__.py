@@ -2,16 +2,17 @@
 
     python -m tests.simulation --seed 7
     python -m tests.simulation --minutes 10 [--first-seed 1]
+    python -m tests.simulation --seeds 700 [--first-seed 1]
     python -m tests.simulation --found 3
     python -m tests.simulation --scenario JSON
     python -m tests.simulation --mutants [--first-seed 1]
 
-One seed is run and reported; many are run on all cores until the time is over or one
-fails. Then it is shrunk, reported, and added to tests/simulation/found.json, which
-`make test` replays: commit it with what mends the fault. `--found` runs one of that
-file, and `--scenario` one that a report has printed; these are not shrunk again. Ends
-with 0 if nothing was found, and with 1 otherwise. docs/testing.md says what is
-simulated and what is not.
+One seed is run and reported; many are run on all cores until the time is over, or all
+of them have run, or one fails. Then it is shrunk, reported, and added to
+tests/simulation/found.json, which `make test` replays: commit it with what mends the
+fault. `--found` runs one of that file, and `--scenario` one that a report has printed;
+these are not shrunk again. Ends with 0 if nothing was found, and with 1 otherwise.
+docs/testing.md says what is simulated and what is not.
 
 With `--mutants`, bugs are put into the product, and it ends with 0 if they are found.
 """
@@ -19,6 +20,7 @@ With `--mutants`, bugs are put into the product, and it ends with 0 if they are 
 import argparse
 import sys
 import time
+from itertools import count
 
 from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
 from rich.text import Text
@@ -40,6 +42,7 @@ def main() -> int:
     what = parser.add_mutually_exclusive_group(required=True)
     what.add_argument("--seed", type=int, help="run one seed, and say what it came to")
     what.add_argument("--minutes", type=float, help="run seeds on all cores for so long, or until one fails")
+    what.add_argument("--seeds", type=int, metavar="N", help="run so many seeds on all cores, or until one fails")
     what.add_argument("--found", type=_found, metavar="N", help="run the Nth scenario of found.json; the first is 1")
     what.add_argument("--scenario", type=from_json, metavar="JSON", help="run a scenario that a report has printed")
     what.add_argument("--mutants", action="store_true", help="see whether bugs are found, a minute of a core each")
@@ -49,7 +52,9 @@ def main() -> int:
         return _find_mutants(given.first_seed)
     shrunk = given.found or given.scenario
     if given.minutes is not None:
-        tally = _run_many(given.first_seed, given.minutes * 60)
+        tally = _run_for(given.first_seed, given.minutes * 60)
+    elif given.seeds is not None:
+        tally = _run_so_many(given.first_seed, given.seeds)
     else:
         tally = Tally()
         tally.add(try_scenario(shrunk or Scenario.from_seed(given.seed)))
@@ -77,8 +82,8 @@ def _found(number: str) -> Scenario:
     return found[int(number) - 1][1]
 
 
-def _run_many(first_seed: int, seconds: float) -> Tally:
-    """Run many seeds behind a bar of progress."""
+def _run_for(first_seed: int, seconds: float) -> Tally:
+    """Run as many seeds as there is time for, behind a bar of progress."""
     until = time.monotonic() + seconds
     columns = (BarColumn(), TextColumn("{task.description}"), TimeRemainingColumn())
     with Progress(*columns, console=console()) as progress:
@@ -88,7 +93,18 @@ def _run_many(first_seed: int, seconds: float) -> Tally:
             text = f"{tally.seeds:,} seeds, {tally.calls:,} calls"
             progress.update(task, completed=seconds - (until - time.monotonic()), description=text)
 
-        return run_many(first_seed, lambda: time.monotonic() >= until, show)
+        return run_many(count(first_seed), lambda: time.monotonic() >= until, show)
+
+
+def _run_so_many(first_seed: int, seeds: int) -> Tally:
+    """Run so many seeds, behind a bar of progress."""
+    with Progress(console=console()) as progress:
+        task = progress.add_task("seeds", total=seeds)
+
+        def show(tally: Tally) -> None:
+            progress.update(task, completed=tally.seeds)
+
+        return run_many(iter(range(first_seed, first_seed + seeds)), lambda: False, show)
 
 
 def _find_mutants(seed: int) -> int:

@@ -1,8 +1,8 @@
-"""Many seeds, on all cores, until the time is over or one fails.
+"""Many seeds, on all cores, until all have run, the time is over or one fails.
 
 Each worker is a process of its own that runs one seed after the other; none shares
 anything with another. Seeds are taken in order, so that the same commit meets the same
-seeds, as many as there is time for.
+seeds.
 """
 
 import gc
@@ -10,9 +10,9 @@ import multiprocessing
 import os
 import signal
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, wait
-from itertools import count
+from itertools import islice
 
 import attrs
 
@@ -51,17 +51,18 @@ class Tally:
             self.failed = trial
 
 
-def run_many(first_seed: int, is_over: Callable[[], bool], on_progress: Callable[[Tally], object]) -> Tally:
-    """Run seeds from the first one on until it is over, or one has failed."""
+def run_many(seeds: Iterator[int], is_over: Callable[[], bool], on_progress: Callable[[Tally], object]) -> Tally:
+    """Run seeds until there are no more, it is over, or one has failed."""
     tally = Tally()
     workers = os.cpu_count() or 1
-    seeds = count(first_seed)
     context = multiprocessing.get_context("spawn")
     with ProcessPoolExecutor(workers, mp_context=context, initializer=_begin) as pool:
         waiting: set[Future[list[Trial]]] = set()
         while not is_over() and tally.failed is None:
-            while len(waiting) < 2 * workers:
-                waiting.add(pool.submit(_run_seeds, [next(seeds) for _ in range(_SEEDS_AT_A_TIME)]))
+            while len(waiting) < 2 * workers and (some := list(islice(seeds, _SEEDS_AT_A_TIME))):
+                waiting.add(pool.submit(_run_seeds, some))
+            if not waiting:
+                break
             done, waiting = wait(waiting, return_when=FIRST_COMPLETED)
             for future in done:
                 for trial in future.result():
