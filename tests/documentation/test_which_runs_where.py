@@ -12,7 +12,11 @@ MAKEFILE = (TOP / "Makefile").read_text()
 CI = re.sub(r"#.*", "", (TOP / ".ci" / "run").read_text())
 NIGHTLY = MAKEFILE.partition("\nNIGHTLY :=")[2].partition("\n# Skips")[0]
 TABLE = (TOP / "docs" / "testing.md").read_text().partition("## Which runs where")[2].partition("\n## ")[0]
-ROWS = [[cell.strip() for cell in line.strip("| ").split(" | ")] for line in TABLE.splitlines() if "`" in line][2:]
+ROWS = [
+    [cell.strip() for cell in line.strip("| ").split(" | ")]
+    for line in TABLE.splitlines()
+    if "`" in line and line[0] == "|"
+][1:]
 TARGETS = re.findall(r"^([a-z-]+):.*?## ", MAKEFILE, flags=re.MULTILINE)
 NO_TESTS = {
     "help",
