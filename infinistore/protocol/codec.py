@@ -39,7 +39,7 @@ from infinistore.protocol.messages import (
     StatisticsReply,
     Tree,
 )
-from infinistore.protocol.versions import LAST_RELEASE, MAJOR, MINOR, OFFER, Capability, NewerFields, Offer
+from infinistore.protocol.versions import LAST_RELEASE, MAJOR, MINOR, OFFER, NewerFields, Offer
 from infinistore.statistics import DiskTierStatistics, DrainStatistics, ServerDetails, ServerStatistics, StoreStatistics
 
 _REMEDY = "install the same release of infinistore on both"
@@ -76,8 +76,7 @@ def unstructure_for(peer: Offer) -> Unstructure:
 
 
 def _understands(peer: Offer, cls: type[Message]) -> bool:
-    needed: Capability | None = getattr(cls, "CAPABILITY", None)
-    return needed is None or bool(needed & peer.capabilities)
+    return not cls.CAPABILITY or bool(cls.CAPABILITY & peer.capabilities)
 
 
 def structure_function(cls: type[Any], *, of_newer: bool = False) -> Callable[[Any, Any], Any]:

@@ -1,16 +1,14 @@
 """The messages of the protocol, as attrs classes, and the table of their kinds.
 
 A request carries a batch of keys. Lists of numbers travel packed (`Numbers`), eight
-bytes each. `docs/protocol.md` describes each field; a test compares the two.
-`NEWER_FIELDS` says what a receiver does with fields of a newer minor version.
-`CAPABILITY`, if there is one, says what the receiver must be able to do. A `Shard` is
-what a field of `HelloReply` says of each process of a server.
+bytes each. `docs/protocol.md` describes each field; a test compares the two. Each reply
+stands before the requests that it answers.
 """
 
 import enum
 from array import array
-from collections.abc import Sequence
-from typing import ClassVar, NewType, TypeAlias
+from collections.abc import Mapping, Sequence
+from typing import ClassVar, Final, NewType
 
 import attrs
 from attrs import validators
@@ -39,6 +37,32 @@ def _count(_: object, attribute: "attrs.Attribute[int]", value: int) -> None:
     """Raise `ValueError` unless this is an unsigned 64-bit number."""
     if not isinstance(value, int) or not 0 <= value < 2**64:  # attrs' own validators take four calls
         raise ValueError(f"{attribute.name} is a whole number from 0 to 2**64 - 1, not {value!r}")
+
+
+@attrs.frozen
+class Message:
+    """What crosses the wire: a frame holds one message."""
+
+    KIND: ClassVar[int]
+    """The number of the message in the header of its frame."""
+    NEWER_FIELDS: ClassVar[NewerFields] = NewerFields.REFUSED
+    """What a receiver does with fields of a newer minor version."""
+    CAPABILITY: ClassVar[Capability] = Capability(0)
+    """The capabilities one of which the receiver must have; none if all know it."""
+
+
+@attrs.frozen
+class Reply(Message):
+    """Answers a request."""
+
+
+@attrs.frozen
+class Request(Message):
+    """Asks a server for something, or tells it something."""
+
+    REPLY: ClassVar[type[Reply] | None] = None
+    """What answers it, unless an `ErrorReply` does. None: it has no reply, and the
+    client does not wait."""
 
 
 _text = validators.and_(validators.instance_of(str), validators.max_len(MAX_KEY_BYTES))
@@ -88,31 +112,41 @@ def _shard(text: str) -> Shard:
 
 
 @attrs.frozen
-class Hello:
-    """The first frame of a connection, from the client.
+class ErrorReply(Reply):
+    """The request failed. `code` is one of `infinistore.errors`.
 
-    `token` is empty if the client has none. `name` identifies the client in the
-    statistics.
+    If it is `fatal`, the server closes the connection. The layout of this message and
+    of the header is the same in every major version of the protocol.
     """
 
-    KIND: ClassVar[int] = 0x01
-    NEWER_FIELDS: ClassVar = NewerFields.IGNORED
-    name: str = attrs.field(default="", validator=_text)
-    token: str = attrs.field(default="", validator=_text, repr=False)
+    KIND = 0xFF
+    NEWER_FIELDS = NewerFields.IGNORED
+    code: int = attrs.field(validator=_count)
+    message: str = attrs.field(validator=_text)
+    fatal: bool = attrs.field(default=False, validator=validators.instance_of(bool))
 
 
 @attrs.frozen
-class HelloReply:
+class CountReply(Reply):
+    """The reply to every request that is answered by one number."""
+
+    KIND = 0x80
+    NEWER_FIELDS = NewerFields.IGNORED
+    count: int = attrs.field(validator=_count)
+
+
+@attrs.frozen
+class HelloReply(Reply):
     """The server's answer to `Hello`: its identity, and the limits for requests.
 
     `instance` is a random id, new in every run of a server. `unix_socket` is the path
     of the same server for clients on its host, or empty. `rdma` is the link of the port
-    that it uses for RDMA, or empty. `shards` says where the shards are that this server
-    is one of (`infinistore.protocol.messages`); it is empty if there are no others.
+    that it uses for RDMA, or empty. `shards` has the addresses of all shards of this
+    server, this one included (`Shard`); it is empty if there are no others.
     """
 
-    KIND: ClassVar[int] = 0x81
-    NEWER_FIELDS: ClassVar = NewerFields.IGNORED
+    KIND = 0x81
+    NEWER_FIELDS = NewerFields.IGNORED
     instance: str = attrs.field(validator=_text)
     server_version: str = attrs.field(validator=_text)
     max_body_bytes: int = attrs.field(validator=_count)
@@ -125,7 +159,35 @@ class HelloReply:
 
 
 @attrs.frozen
-class Put:
+class Hello(Request):
+    """The first frame of a connection, from the client.
+
+    `token` is empty if the client has none. `name` identifies the client in the
+    statistics.
+    """
+
+    KIND = 0x01
+    REPLY = HelloReply
+    NEWER_FIELDS = NewerFields.IGNORED
+    name: str = attrs.field(default="", validator=_text)
+    token: str = attrs.field(default="", validator=_text, repr=False)
+
+
+@attrs.frozen
+class PutReply(Reply):
+    """The batch is stored.
+
+    `skipped` has the indices of the blocks that were not stored because their key
+    existed (`replace=False`), or had been deleted (`since`).
+    """
+
+    KIND = 0x82
+    NEWER_FIELDS = NewerFields.IGNORED
+    skipped: Numbers
+
+
+@attrs.frozen
+class Put(Request):
     """Store a batch.
 
     The payload is the blocks back to back, then their checksums if there are any.
@@ -136,8 +198,8 @@ class Put:
     after it, is skipped.
     """
 
-    KIND: ClassVar[int] = 0x02
-    NEWER_FIELDS: ClassVar = NewerFields.REFUSED
+    KIND = 0x02
+    REPLY = PutReply
     keys: Keys
     sizes: Numbers
     checksums: bool = True
@@ -147,34 +209,7 @@ class Put:
 
 
 @attrs.frozen
-class PutReply:
-    """The batch is stored.
-
-    `skipped` has the indices of the blocks that were not stored because their key
-    existed (`replace=False`), or had been deleted (`since`).
-    """
-
-    KIND: ClassVar[int] = 0x82
-    NEWER_FIELDS: ClassVar = NewerFields.IGNORED
-    skipped: Numbers
-
-
-@attrs.frozen
-class Get:
-    """Read a batch.
-
-    `capacities` is empty, or has the length of the buffer for each block.
-    """
-
-    KIND: ClassVar[int] = 0x03
-    NEWER_FIELDS: ClassVar = NewerFields.REFUSED
-    keys: Keys
-    capacities: Numbers
-    checksums: bool = True
-
-
-@attrs.frozen
-class GetReply:
+class GetReply(Reply):
     """The blocks, back to back in the payload.
 
     `sizes` has one number for each key, `MISSING` for a key that is not in the store.
@@ -182,265 +217,237 @@ class GetReply:
     `NO_CHECKSUM` for a block that has none.
     """
 
-    KIND: ClassVar[int] = 0x83
-    NEWER_FIELDS: ClassVar = NewerFields.REFUSED
+    KIND = 0x83
     sizes: Numbers
     checksums: Numbers
 
 
 @attrs.frozen
-class Exists:
-    """Ask which keys are in the store. With `touch`, this counts as a use of them."""
+class Get(Request):
+    """Read a batch.
 
-    KIND: ClassVar[int] = 0x04
-    NEWER_FIELDS: ClassVar = NewerFields.REFUSED
+    `capacities` is empty, or has the length of the buffer for each block.
+    """
+
+    KIND = 0x03
+    REPLY = GetReply
     keys: Keys
-    touch: bool = attrs.field(default=False, validator=validators.instance_of(bool))
+    capacities: Numbers
+    checksums: bool = True
 
 
 @attrs.frozen
-class ExistsReply:
+class ExistsReply(Reply):
     """One byte for each key: 1 if it is in the store, else 0.
 
     `on_disk` counts those that are on disk only.
     """
 
-    KIND: ClassVar[int] = 0x84
-    NEWER_FIELDS: ClassVar = NewerFields.IGNORED
+    KIND = 0x84
+    NEWER_FIELDS = NewerFields.IGNORED
     present: bytes = attrs.field(validator=validators.instance_of(bytes))
     on_disk: int = attrs.field(default=0, validator=_count, metadata={"since": 1})
 
 
 @attrs.frozen
-class MatchPrefix:
-    """Count the leading keys that are in the store.
+class Exists(Request):
+    """Ask which keys are in the store. With `touch`, this counts as a use of them."""
 
-    If `hold_us` is not 0, a hold protects them from eviction for that many
-    microseconds.
-    """
-
-    KIND: ClassVar[int] = 0x05
-    NEWER_FIELDS: ClassVar = NewerFields.REFUSED
+    KIND = 0x04
+    REPLY = ExistsReply
     keys: Keys
-    hold_us: int = attrs.field(default=0, validator=_count)
+    touch: bool = attrs.field(default=False, validator=validators.instance_of(bool))
 
 
 @attrs.frozen
-class MatchPrefixReply:
+class MatchPrefixReply(Reply):
     """How many leading keys are in the store, and the id of the hold.
 
     `hold` is 0 if none was requested, or nothing matched. `on_disk` counts the keys
     among them that are on disk only.
     """
 
-    KIND: ClassVar[int] = 0x85
-    NEWER_FIELDS: ClassVar = NewerFields.IGNORED
+    KIND = 0x85
+    NEWER_FIELDS = NewerFields.IGNORED
     matched: int = attrs.field(validator=_count)
     hold: int = attrs.field(default=0, validator=_count)
     on_disk: int = attrs.field(default=0, validator=_count, metadata={"since": 1})
 
 
 @attrs.frozen
-class ReleaseHold:
-    """End a hold before it expires. The count in the reply is 1 if it existed,
-    else 0.
-    """
+class MatchPrefix(Request):
+    """Count the leading keys that are in the store.
 
-    KIND: ClassVar[int] = 0x06
-    NEWER_FIELDS: ClassVar = NewerFields.REFUSED
-    hold: int = attrs.field(validator=_count)
-
-
-@attrs.frozen
-class Delete:
-    """Delete keys. The count in the reply says how many existed."""
-
-    KIND: ClassVar[int] = 0x07
-    NEWER_FIELDS: ClassVar = NewerFields.REFUSED
-    keys: Keys
-
-
-@attrs.frozen
-class Verify:
-    """Report a wrong checksum: the server hashes the blocks, and drops bad ones."""
-
-    KIND: ClassVar[int] = 0x0C
-    NEWER_FIELDS: ClassVar = NewerFields.REFUSED
-    keys: Keys
-
-
-@attrs.frozen
-class VerifyReply:
-    """One byte for each key: 0 if the block was bad and has been dropped, else 1."""
-
-    KIND: ClassVar[int] = 0x8C
-    NEWER_FIELDS: ClassVar = NewerFields.IGNORED
-    sound: bytes = attrs.field(validator=validators.instance_of(bytes))
-
-
-@attrs.frozen
-class CountReply:
-    """The reply to every request that is answered by one number."""
-
-    KIND: ClassVar[int] = 0x80
-    NEWER_FIELDS: ClassVar = NewerFields.IGNORED
-    count: int = attrs.field(validator=_count)
-
-
-@attrs.frozen
-class ErrorReply:
-    """The request failed. `code` is one of `infinistore.errors`.
-
-    If it is `fatal`, the server closes the connection. The layout of this message and
-    of the header is the same in every major version of the protocol.
-    """
-
-    KIND: ClassVar[int] = 0xFF
-    NEWER_FIELDS: ClassVar = NewerFields.IGNORED
-    code: int = attrs.field(validator=_count)
-    message: str = attrs.field(validator=_text)
-    fatal: bool = attrs.field(default=False, validator=validators.instance_of(bool))
-
-
-@attrs.frozen
-class Flush:
-    """Write blocks to disk now, and wait until they are durable.
-
-    The count in the reply is the number of keys whose blocks are.
-    """
-
-    KIND: ClassVar[int] = 0x0D
-    CAPABILITY: ClassVar = Capability.DISK
-    NEWER_FIELDS: ClassVar = NewerFields.REFUSED
-    keys: Keys
-
-
-@attrs.frozen
-class Prefetch:
-    """Begin to read blocks from disk into memory, the first ones first.
-
-    If `hold_us` is not 0, a hold protects what is there from eviction for that many
+    If `hold_us` is not 0, a hold protects them from eviction for that many
     microseconds.
     """
 
-    KIND: ClassVar[int] = 0x0E
-    CAPABILITY: ClassVar = Capability.DISK
-    NEWER_FIELDS: ClassVar = NewerFields.REFUSED
+    KIND = 0x05
+    REPLY = MatchPrefixReply
     keys: Keys
     hold_us: int = attrs.field(default=0, validator=_count)
 
 
 @attrs.frozen
-class PrefetchReply:
+class ReleaseHold(Request):
+    """End a hold before it expires. The count in the reply is 1 if it existed,
+    else 0.
+    """
+
+    KIND = 0x06
+    REPLY = CountReply
+    hold: int = attrs.field(validator=_count)
+
+
+@attrs.frozen
+class Delete(Request):
+    """Delete keys. The count in the reply says how many existed."""
+
+    KIND = 0x07
+    REPLY = CountReply
+    keys: Keys
+
+
+@attrs.frozen
+class VerifyReply(Reply):
+    """One byte for each key: 0 if the block was bad and has been dropped, else 1."""
+
+    KIND = 0x8C
+    NEWER_FIELDS = NewerFields.IGNORED
+    sound: bytes = attrs.field(validator=validators.instance_of(bytes))
+
+
+@attrs.frozen
+class Verify(Request):
+    """Report a wrong checksum: the server hashes the blocks, and drops bad ones."""
+
+    KIND = 0x0C
+    REPLY = VerifyReply
+    keys: Keys
+
+
+@attrs.frozen
+class Flush(Request):
+    """Write blocks to disk now, and wait until they are durable.
+
+    The count in the reply is the number of keys whose blocks are.
+    """
+
+    KIND = 0x0D
+    REPLY = CountReply
+    CAPABILITY = Capability.DISK
+    keys: Keys
+
+
+@attrs.frozen
+class PrefetchReply(Reply):
     """How many blocks are being read, and the id of the hold.
 
     `skipped` counts those on disk that are not read, because reading ahead has a
     bounded part of the pool. `hold` is 0 if none was requested, or nothing is there.
     """
 
-    KIND: ClassVar[int] = 0x8E
-    CAPABILITY: ClassVar = Capability.DISK
-    NEWER_FIELDS: ClassVar = NewerFields.IGNORED
+    KIND = 0x8E
+    CAPABILITY = Capability.DISK
+    NEWER_FIELDS = NewerFields.IGNORED
     reading: int = attrs.field(validator=_count)
     skipped: int = attrs.field(default=0, validator=_count)
     hold: int = attrs.field(default=0, validator=_count)
 
 
 @attrs.frozen
-class ListKeys:
+class Prefetch(Request):
+    """Begin to read blocks from disk into memory, the first ones first.
+
+    If `hold_us` is not 0, a hold protects what is there from eviction for that many
+    microseconds.
+    """
+
+    KIND = 0x0E
+    REPLY = PrefetchReply
+    CAPABILITY = Capability.DISK
+    keys: Keys
+    hold_us: int = attrs.field(default=0, validator=_count)
+
+
+@attrs.frozen
+class KeysReply(Reply):
+    """One page of keys.
+
+    `limit` is the limit that the server used. A page with fewer keys is the last.
+    """
+
+    KIND = 0x88
+    NEWER_FIELDS = NewerFields.IGNORED
+    keys: Keys
+    limit: int = attrs.field(validator=_count)
+
+
+@attrs.frozen
+class ListKeys(Request):
     """Request one page of keys with `prefix`, after `after`, in code point order."""
 
-    KIND: ClassVar[int] = 0x08
-    NEWER_FIELDS: ClassVar = NewerFields.REFUSED
+    KIND = 0x08
+    REPLY = KeysReply
     prefix: str = attrs.field(default="", validator=_text)
     after: str = attrs.field(default="", validator=_text)
     limit: int = attrs.field(default=1000, validator=_count)
 
 
 @attrs.frozen
-class KeysReply:
-    """One page of keys.
-
-    `limit` is the limit that the server used. A page with fewer keys is the last.
-    """
-
-    KIND: ClassVar[int] = 0x88
-    NEWER_FIELDS: ClassVar = NewerFields.IGNORED
-    keys: Keys
-    limit: int = attrs.field(validator=_count)
-
-
-@attrs.frozen
-class Purge:
+class Purge(Request):
     """Delete everything. The count in the reply says how many keys existed."""
 
-    KIND: ClassVar[int] = 0x09
-    NEWER_FIELDS: ClassVar = NewerFields.REFUSED
+    KIND = 0x09
+    REPLY = CountReply
 
 
 @attrs.frozen
-class Evict:
+class Evict(Request):
     """If more than `high` of the pool is in use, evict blocks until at most `low` is.
 
     The count in the reply is the number of evicted blocks.
     """
 
-    KIND: ClassVar[int] = 0x0A
-    NEWER_FIELDS: ClassVar = NewerFields.REFUSED
+    KIND = 0x0A
+    REPLY = CountReply
     low: float = attrs.field(converter=float, validator=_ratio)
     high: float = attrs.field(converter=float, validator=_ratio)
 
 
 @attrs.frozen
-class Statistics:
-    """Request the statistics; with `details`, also what takes longer to collect."""
-
-    KIND: ClassVar[int] = 0x0B
-    NEWER_FIELDS: ClassVar = NewerFields.REFUSED
-    details: bool = False
-
-
-@attrs.frozen
-class StatisticsReply:
+class StatisticsReply(Reply):
     """The statistics as nested maps, with the names of `infinistore.statistics.Stats`.
 
     The maps are "server", "store" and, on request, "details". No other message has
     lists.
     """
 
-    KIND: ClassVar[int] = 0x8B
-    NEWER_FIELDS: ClassVar = NewerFields.IGNORED
+    KIND = 0x8B
+    NEWER_FIELDS = NewerFields.IGNORED
     statistics: Tree
 
 
 @attrs.frozen
-class Removed:
-    """Ask which keys were removed since the removal with this number of this log.
+class Statistics(Request):
+    """Request the statistics; with `details`, also what takes longer to collect."""
 
-    If there are none, the server waits up to `wait_us` for one. With `log` 0, it says
-    at once where to begin.
-    """
-
-    KIND: ClassVar[int] = 0x1B
-    CAPABILITY: ClassVar = Capability.REMOVALS
-    NEWER_FIELDS: ClassVar = NewerFields.REFUSED
-    log: int = attrs.field(default=0, validator=_count)
-    number: int = attrs.field(default=0, validator=_count)
-    limit: int = attrs.field(default=10_000, validator=_count)
-    wait_us: int = attrs.field(default=0, validator=_count)
+    KIND = 0x0B
+    REPLY = StatisticsReply
+    details: bool = False
 
 
 @attrs.frozen
-class RemovedReply:
+class RemovedReply(Reply):
     """Keys that were removed and are not there now, and where to go on.
 
     `missed` removals before these are not known any more; `MISSING` if nobody knows how
     many.
     """
 
-    KIND: ClassVar[int] = 0x9B
-    CAPABILITY: ClassVar = Capability.REMOVALS
-    NEWER_FIELDS: ClassVar = NewerFields.IGNORED
+    KIND = 0x9B
+    CAPABILITY = Capability.REMOVALS
+    NEWER_FIELDS = NewerFields.IGNORED
     log: int = attrs.field(validator=_count)
     number: int = attrs.field(validator=_count)
     keys: Keys
@@ -448,64 +455,71 @@ class RemovedReply:
 
 
 @attrs.frozen
-class Mark:
+class Removed(Request):
+    """Ask which keys were removed since the removal with this number of this log.
+
+    If there are none, the server waits up to `wait_us` for one. With `log` 0, it says
+    at once where to begin.
+    """
+
+    KIND = 0x1B
+    REPLY = RemovedReply
+    CAPABILITY = Capability.REMOVALS
+    log: int = attrs.field(default=0, validator=_count)
+    number: int = attrs.field(default=0, validator=_count)
+    limit: int = attrs.field(default=10_000, validator=_count)
+    wait_us: int = attrs.field(default=0, validator=_count)
+
+
+@attrs.frozen
+class Mark(Request):
     """Ask for a mark, which `Put.since` names.
 
     With `ends_earlier`, a put that names an earlier one stores nothing from now on.
     """
 
-    KIND: ClassVar[int] = 0x1C
-    CAPABILITY: ClassVar = Capability.COPIES
-    NEWER_FIELDS: ClassVar = NewerFields.REFUSED
+    KIND = 0x1C
+    REPLY = CountReply
+    CAPABILITY = Capability.COPIES
     ends_earlier: bool = attrs.field(default=False, validator=validators.instance_of(bool))
 
 
 @attrs.frozen
-class Pin:
+class PinReply(Reply):
+    """One byte for each key: 1 if it is pinned now, or was before it was unpinned."""
+
+    KIND = 0x8F
+    CAPABILITY = Capability.RETENTION
+    NEWER_FIELDS = NewerFields.IGNORED
+    pinned: bytes = attrs.field(validator=validators.instance_of(bytes))
+
+
+@attrs.frozen
+class Pin(Request):
     """Protect keys from eviction, or with `pinned` false, protect them no more.
 
     If `ttl_us` is not 0, the protection ends after that many microseconds. What is
     protected for longer stays so.
     """
 
-    KIND: ClassVar[int] = 0x0F
-    CAPABILITY: ClassVar = Capability.RETENTION
-    NEWER_FIELDS: ClassVar = NewerFields.REFUSED
+    KIND = 0x0F
+    REPLY = PinReply
+    CAPABILITY = Capability.RETENTION
     keys: Keys
     pinned: bool = attrs.field(default=True, validator=validators.instance_of(bool))
     ttl_us: int = attrs.field(default=0, validator=_count, metadata={"since": 1})
 
 
 @attrs.frozen
-class PinReply:
-    """One byte for each key: 1 if it is pinned now, or was before it was unpinned."""
-
-    KIND: ClassVar[int] = 0x8F
-    CAPABILITY: ClassVar = Capability.RETENTION
-    NEWER_FIELDS: ClassVar = NewerFields.IGNORED
-    pinned: bytes = attrs.field(validator=validators.instance_of(bytes))
-
-
-@attrs.frozen
-class TimesLeft:
-    """Ask when keys end."""
-
-    KIND: ClassVar[int] = 0x1A
-    CAPABILITY: ClassVar = Capability.RETENTION
-    NEWER_FIELDS: ClassVar = NewerFields.REFUSED
-    keys: Keys
-
-
-@attrs.frozen
-class TimesLeftReply:
+class TimesLeftReply(Reply):
     """After how many microseconds each key ends.
 
     0 for a key that does not, `MISSING` for one that is not in memory.
     """
 
-    KIND: ClassVar[int] = 0x9A
-    CAPABILITY: ClassVar = Capability.RETENTION
-    NEWER_FIELDS: ClassVar = NewerFields.IGNORED
+    KIND = 0x9A
+    CAPABILITY = Capability.RETENTION
+    NEWER_FIELDS = NewerFields.IGNORED
     times: Numbers
 
 
@@ -522,50 +536,47 @@ class TakeOverStep(enum.IntEnum):
 
 
 @attrs.frozen
-class TakeOver:
-    """One step on the way to take the server's place; see `TakeOverStep`.
+class TimesLeft(Request):
+    """Ask when keys end."""
 
-    `first` is the number of the first descriptor that is wanted: one reply carries only
-    so many.
-    """
-
-    KIND: ClassVar[int] = 0x19
-    NEWER_FIELDS: ClassVar = NewerFields.REFUSED
-    CAPABILITY: ClassVar = Capability.TAKE_OVER
-    step: int = attrs.field(validator=_count)
-    first: int = attrs.field(default=0, validator=_count)
+    KIND = 0x1A
+    REPLY = TimesLeftReply
+    CAPABILITY = Capability.RETENTION
+    keys: Keys
 
 
 @attrs.frozen
-class TakeOverReply:
+class TakeOverReply(Reply):
     """Descriptors from number `first` on come with the first byte.
 
     `names` says what all descriptors of the step are, and `numbers` has a number for
     each: the length of an arena, else 0.
     """
 
-    KIND: ClassVar[int] = 0x99
-    NEWER_FIELDS: ClassVar = NewerFields.IGNORED
-    CAPABILITY: ClassVar = Capability.TAKE_OVER
+    KIND = 0x99
+    NEWER_FIELDS = NewerFields.IGNORED
+    CAPABILITY = Capability.TAKE_OVER
     names: Keys
     numbers: Numbers
 
 
 @attrs.frozen
-class MapArenas:
-    """Request the descriptors of the arenas from number `first` on.
+class TakeOver(Request):
+    """One step on the way to take the server's place; see `TakeOverStep`.
 
-    Over a Unix socket only.
+    `first` is the number of the first descriptor that is wanted: one reply carries only
+    so many.
     """
 
-    KIND: ClassVar[int] = 0x10
-    NEWER_FIELDS: ClassVar = NewerFields.REFUSED
-    CAPABILITY: ClassVar = Capability.SHARED_MEMORY
+    KIND = 0x19
+    REPLY = TakeOverReply
+    CAPABILITY = Capability.TAKE_OVER
+    step: int = attrs.field(validator=_count)
     first: int = attrs.field(default=0, validator=_count)
 
 
 @attrs.frozen
-class MapArenasReply:
+class MapArenasReply(Reply):
     """The lengths of the arenas, in bytes.
 
     Their descriptors come with the frame (SCM_RIGHTS).
@@ -575,27 +586,27 @@ class MapArenasReply:
     the arenas may be mapped for writing.
     """
 
-    KIND: ClassVar[int] = 0x90
-    NEWER_FIELDS: ClassVar = NewerFields.REFUSED
-    CAPABILITY: ClassVar = Capability.SHARED_MEMORY
+    KIND = 0x90
+    CAPABILITY = Capability.SHARED_MEMORY
     lengths: Numbers
     writable: bool = attrs.field(validator=validators.instance_of(bool))
 
 
 @attrs.frozen
-class MapTables:
-    """Request the tables that let a client read known blocks without a request.
+class MapArenas(Request):
+    """Request the descriptors of the arenas from number `first` on.
 
     Over a Unix socket only.
     """
 
-    KIND: ClassVar[int] = 0x13
-    NEWER_FIELDS: ClassVar = NewerFields.REFUSED
-    CAPABILITY: ClassVar = Capability.TABLES
+    KIND = 0x10
+    REPLY = MapArenasReply
+    CAPABILITY = Capability.SHARED_MEMORY
+    first: int = attrs.field(default=0, validator=_count)
 
 
 @attrs.frozen
-class MapTablesReply:
+class MapTablesReply(Reply):
     """The removal table and the hazard table, whose descriptors come with the frame.
 
     `granule_bytes` of the pool share one entry of the removal table. It is 0, and there
@@ -604,55 +615,65 @@ class MapTablesReply:
     total; each block counts as a multiple of `unit_bytes`.
     """
 
-    KIND: ClassVar[int] = 0x93
-    NEWER_FIELDS: ClassVar = NewerFields.REFUSED
-    CAPABILITY: ClassVar = Capability.TABLES
+    KIND = 0x93
+    CAPABILITY = Capability.TABLES
     granule_bytes: int = attrs.field(validator=_count)
     max_pinned_bytes: int = attrs.field(default=0, validator=_count)
     unit_bytes: int = attrs.field(default=1, validator=_count)
 
 
 @attrs.frozen
-class Reserve:
-    """Allocate space for a batch that the client will write into mapped arenas.
+class MapTables(Request):
+    """Request the tables that let a client read known blocks without a request.
 
-    `Commit` follows. A `spare` reservation is for a batch that may follow. Nothing is
-    evicted for it; the reply has reservation 0 if little space is free.
+    Over a Unix socket only.
     """
 
-    KIND: ClassVar[int] = 0x11
-    NEWER_FIELDS: ClassVar = NewerFields.REFUSED
-    CAPABILITY: ClassVar = Capability.SHARED_MEMORY | Capability.RDMA
-    sizes: Numbers
-    spare: bool = attrs.field(default=False, validator=validators.instance_of(bool))
+    KIND = 0x13
+    REPLY = MapTablesReply
+    CAPABILITY = Capability.TABLES
 
 
 @attrs.frozen
-class ReserveReply:
+class ReserveReply(Reply):
     """The space, as packed offsets (`packed_offsets`).
 
     For a spare reservation that was not granted, `reservation` is 0 and `places` is
     empty.
     """
 
-    KIND: ClassVar[int] = 0x91
-    NEWER_FIELDS: ClassVar = NewerFields.REFUSED
-    CAPABILITY: ClassVar = Capability.SHARED_MEMORY | Capability.RDMA
+    KIND = 0x91
+    CAPABILITY = Capability.SHARED_MEMORY | Capability.RDMA
     reservation: int = attrs.field(validator=_count)
     places: Numbers
 
 
 @attrs.frozen
-class Commit:
+class Reserve(Request):
+    """Allocate space for a batch that the client will write into mapped arenas.
+
+    `Commit` follows. A `spare` reservation is for a batch that may follow. Nothing is
+    evicted for it; the reply has reservation 0 if little space is free.
+    """
+
+    KIND = 0x11
+    REPLY = ReserveReply
+    CAPABILITY = Capability.SHARED_MEMORY | Capability.RDMA
+    sizes: Numbers
+    spare: bool = attrs.field(default=False, validator=validators.instance_of(bool))
+
+
+@attrs.frozen
+class Commit(Request):
     """Name the blocks of a reservation and make them visible, all at once.
 
     `checksums` is empty, or has one number for each block. `ttl_us` is as in a Put. The
     reply is a PutReply.
     """
 
-    KIND: ClassVar[int] = 0x12
-    NEWER_FIELDS: ClassVar = NewerFields.REFUSED
-    CAPABILITY: ClassVar = Capability.SHARED_MEMORY | Capability.RDMA
+    KIND = 0x12
+    REPLY = PutReply
+    CAPABILITY = Capability.SHARED_MEMORY | Capability.RDMA
     reservation: int = attrs.field(validator=_count)
     keys: Keys
     checksums: Numbers
@@ -661,25 +682,7 @@ class Commit:
 
 
 @attrs.frozen
-class Prepare:
-    """Name the blocks of a reservation before they are written.
-
-    The client makes them visible later: it writes their checksums, if there are any,
-    and the number of the reservation to its commit word. With `sizes`, and 0 as the
-    reservation, this also allocates the space, like a `Reserve`.
-    """
-
-    KIND: ClassVar[int] = 0x18
-    NEWER_FIELDS: ClassVar = NewerFields.REFUSED
-    CAPABILITY: ClassVar = Capability.COMMIT_WORD
-    reservation: int = attrs.field(validator=_count)
-    keys: Keys
-    sizes: Numbers
-    checksums: bool = attrs.field(default=True, validator=validators.instance_of(bool))
-
-
-@attrs.frozen
-class PrepareReply:
+class PrepareReply(Reply):
     """Whether the commit word suffices.
 
     If it is not `accepted`, another client is writing one of these keys, and the batch
@@ -688,9 +691,8 @@ class PrepareReply:
     LeaseReply, or 0 if the client should not remember where these blocks are.
     """
 
-    KIND: ClassVar[int] = 0x98
-    NEWER_FIELDS: ClassVar = NewerFields.REFUSED
-    CAPABILITY: ClassVar = Capability.COMMIT_WORD
+    KIND = 0x98
+    CAPABILITY = Capability.COMMIT_WORD
     accepted: bool = attrs.field(validator=validators.instance_of(bool))
     reservation: int = attrs.field(validator=_count)
     places: Numbers
@@ -698,23 +700,25 @@ class PrepareReply:
 
 
 @attrs.frozen
-class Lease:
-    """Pin a batch for reading in mapped arenas, until `Release`.
+class Prepare(Request):
+    """Name the blocks of a reservation before they are written.
 
-    `capacities` is as in a Get. A batch of at most `inline_bytes` comes as payload
-    instead, and is not pinned.
+    The client makes them visible later: it writes their checksums, if there are any,
+    and the number of the reservation to its commit word. With `sizes`, and 0 as the
+    reservation, this also allocates the space, like a `Reserve`.
     """
 
-    KIND: ClassVar[int] = 0x14
-    NEWER_FIELDS: ClassVar = NewerFields.REFUSED
-    CAPABILITY: ClassVar = Capability.SHARED_MEMORY
+    KIND = 0x18
+    REPLY = PrepareReply
+    CAPABILITY = Capability.COMMIT_WORD
+    reservation: int = attrs.field(validator=_count)
     keys: Keys
-    capacities: Numbers
-    inline_bytes: int = attrs.field(default=0, validator=_count)
+    sizes: Numbers
+    checksums: bool = attrs.field(default=True, validator=validators.instance_of(bool))
 
 
 @attrs.frozen
-class LeaseReply:
+class LeaseReply(Reply):
     """Where the blocks are.
 
     `sizes` are as in a GetReply, `places` as in a ReserveReply, 0 for a key that is not
@@ -722,9 +726,8 @@ class LeaseReply:
     the current count of the removal table, 0 if the server has none.
     """
 
-    KIND: ClassVar[int] = 0x94
-    NEWER_FIELDS: ClassVar = NewerFields.REFUSED
-    CAPABILITY: ClassVar = Capability.SHARED_MEMORY
+    KIND = 0x94
+    CAPABILITY = Capability.SHARED_MEMORY
     lease: int = attrs.field(validator=_count)
     sizes: Numbers
     checksums: Numbers
@@ -733,45 +736,75 @@ class LeaseReply:
 
 
 @attrs.frozen
-class Touch:
+class Lease(Request):
+    """Pin a batch for reading in mapped arenas, until `Release`.
+
+    `capacities` is as in a Get. A batch of at most `inline_bytes` comes as payload
+    instead, and is not pinned.
+    """
+
+    KIND = 0x14
+    REPLY = LeaseReply
+    CAPABILITY = Capability.SHARED_MEMORY
+    keys: Keys
+    capacities: Numbers
+    inline_bytes: int = attrs.field(default=0, validator=_count)
+
+
+@attrs.frozen
+class Touch(Request):
     """Report the use of keys without a request; with `read`, a read of their blocks.
 
     It has no reply.
     """
 
-    KIND: ClassVar[int] = 0x17
-    NEWER_FIELDS: ClassVar = NewerFields.REFUSED
-    CAPABILITY: ClassVar = Capability.TABLES
+    KIND = 0x17
+    CAPABILITY = Capability.TABLES
     keys: Keys
     read: bool = attrs.field(default=True, validator=validators.instance_of(bool))
 
 
 @attrs.frozen
-class Release:
+class Release(Request):
     """End a lease. It has no reply, so the client does not wait.
 
     0 is the lease that the last `Lease` made, if it made one: for a client that no
     longer waits for the reply.
     """
 
-    KIND: ClassVar[int] = 0x15
-    NEWER_FIELDS: ClassVar = NewerFields.REFUSED
-    CAPABILITY: ClassVar = Capability.SHARED_MEMORY | Capability.RDMA
+    KIND = 0x15
+    CAPABILITY = Capability.SHARED_MEMORY | Capability.RDMA
     lease: int = attrs.field(validator=_count)
 
 
 @attrs.frozen
-class Abort:
+class Abort(Request):
     """Give the space of a reservation back. It has no reply."""
 
-    KIND: ClassVar[int] = 0x16
-    NEWER_FIELDS: ClassVar = NewerFields.REFUSED
-    CAPABILITY: ClassVar = Capability.SHARED_MEMORY | Capability.RDMA
+    KIND = 0x16
+    CAPABILITY = Capability.SHARED_MEMORY | Capability.RDMA
     reservation: int = attrs.field(validator=_count)
 
 
 @attrs.frozen
-class RdmaConnect:
+class RdmaConnectReply(Reply):
+    """The server's queue pair, which is connected.
+
+    The fields are those of `RdmaConnect`.
+    """
+
+    KIND = 0xA0
+    CAPABILITY = Capability.RDMA
+    queue: int = attrs.field(validator=_count)
+    packet: int = attrs.field(validator=_count)
+    gid: str = attrs.field(validator=_text)
+    lid: int = attrs.field(default=0, validator=_count)
+    mtu: int = attrs.field(default=1024, validator=_count)
+    reads: int = attrs.field(default=1, validator=_count)
+
+
+@attrs.frozen
+class RdmaConnect(Request):
     """Connect the client's queue pair to a new one of the server.
 
     RDMA requests may follow.
@@ -780,9 +813,9 @@ class RdmaConnect:
     has 32 hexadecimal digits.
     """
 
-    KIND: ClassVar[int] = 0x20
-    NEWER_FIELDS: ClassVar = NewerFields.REFUSED
-    CAPABILITY: ClassVar = Capability.RDMA
+    KIND = 0x20
+    REPLY = RdmaConnectReply
+    CAPABILITY = Capability.RDMA
     queue: int = attrs.field(validator=_count)
     packet: int = attrs.field(validator=_count)
     gid: str = attrs.field(validator=_text)
@@ -792,25 +825,7 @@ class RdmaConnect:
 
 
 @attrs.frozen
-class RdmaConnectReply:
-    """The server's queue pair, which is connected.
-
-    The fields are those of `RdmaConnect`.
-    """
-
-    KIND: ClassVar[int] = 0xA0
-    NEWER_FIELDS: ClassVar = NewerFields.REFUSED
-    CAPABILITY: ClassVar = Capability.RDMA
-    queue: int = attrs.field(validator=_count)
-    packet: int = attrs.field(validator=_count)
-    gid: str = attrs.field(validator=_text)
-    lid: int = attrs.field(default=0, validator=_count)
-    mtu: int = attrs.field(default=1024, validator=_count)
-    reads: int = attrs.field(default=1, validator=_count)
-
-
-@attrs.frozen
-class RdmaPut:
+class RdmaPut(Request):
     """Store a batch that the server reads from the client's registered memory.
 
     `remote_keys` has one key for each block, or a single one for all. `checksums` is
@@ -818,9 +833,9 @@ class RdmaPut:
     PutReply.
     """
 
-    KIND: ClassVar[int] = 0x21
-    NEWER_FIELDS: ClassVar = NewerFields.REFUSED
-    CAPABILITY: ClassVar = Capability.RDMA
+    KIND = 0x21
+    REPLY = PutReply
+    CAPABILITY = Capability.RDMA
     keys: Keys
     sizes: Numbers
     addresses: Numbers
@@ -831,7 +846,24 @@ class RdmaPut:
 
 
 @attrs.frozen
-class RdmaGet:
+class RdmaGetReply(Reply):
+    """Where the blocks are: at the requested addresses, in the payload, or leased.
+
+    `sizes` and `checksums` are as in a GetReply, with a checksum for each block. The
+    blocks are the payload if it is `inline`. If `lease` is not 0, `RdmaFetch` and
+    `Release` follow.
+    """
+
+    KIND = 0xA2
+    CAPABILITY = Capability.RDMA
+    sizes: Numbers
+    checksums: Numbers
+    lease: int = attrs.field(default=0, validator=_count)
+    inline: bool = attrs.field(default=False, validator=validators.instance_of(bool))
+
+
+@attrs.frozen
+class RdmaGet(Request):
     """Read a batch, which the server writes into the client's registered memory.
 
     If `region_bytes` is 0, `addresses` has an address for each block. Otherwise it has
@@ -845,9 +877,9 @@ class RdmaGet:
     arrived.
     """
 
-    KIND: ClassVar[int] = 0x22
-    NEWER_FIELDS: ClassVar = NewerFields.REFUSED
-    CAPABILITY: ClassVar = Capability.RDMA
+    KIND = 0x22
+    REPLY = RdmaGetReply
+    CAPABILITY = Capability.RDMA
     keys: Keys
     capacities: Numbers
     addresses: Numbers
@@ -858,34 +890,16 @@ class RdmaGet:
 
 
 @attrs.frozen
-class RdmaGetReply:
-    """Where the blocks are: at the requested addresses, in the payload, or leased.
-
-    `sizes` and `checksums` are as in a GetReply, with a checksum for each block. The
-    blocks are the payload if it is `inline`. If `lease` is not 0, `RdmaFetch` and
-    `Release` follow.
-    """
-
-    KIND: ClassVar[int] = 0xA2
-    NEWER_FIELDS: ClassVar = NewerFields.REFUSED
-    CAPABILITY: ClassVar = Capability.RDMA
-    sizes: Numbers
-    checksums: Numbers
-    lease: int = attrs.field(default=0, validator=_count)
-    inline: bool = attrs.field(default=False, validator=validators.instance_of(bool))
-
-
-@attrs.frozen
-class RdmaFill:
+class RdmaFill(Request):
     """Read a piece of a reserved batch from the client's registered memory.
 
     `first_byte` counts from the start of the batch, its blocks back to back. The count
     in the reply is the length of the piece.
     """
 
-    KIND: ClassVar[int] = 0x23
-    NEWER_FIELDS: ClassVar = NewerFields.REFUSED
-    CAPABILITY: ClassVar = Capability.RDMA
+    KIND = 0x23
+    REPLY = CountReply
+    CAPABILITY = Capability.RDMA
     reservation: int = attrs.field(validator=_count)
     first_byte: int = attrs.field(validator=_count)
     length: int = attrs.field(validator=_count)
@@ -894,16 +908,16 @@ class RdmaFill:
 
 
 @attrs.frozen
-class RdmaFetch:
+class RdmaFetch(Request):
     """Write a piece of a leased batch into the client's registered memory.
 
     `first_byte` counts from the start of the present blocks, back to back. The count in
     the reply is the length of the piece.
     """
 
-    KIND: ClassVar[int] = 0x24
-    NEWER_FIELDS: ClassVar = NewerFields.REFUSED
-    CAPABILITY: ClassVar = Capability.RDMA
+    KIND = 0x24
+    REPLY = CountReply
+    CAPABILITY = Capability.RDMA
     lease: int = attrs.field(validator=_count)
     first_byte: int = attrs.field(validator=_count)
     length: int = attrs.field(validator=_count)
@@ -911,101 +925,11 @@ class RdmaFetch:
     remote_key: int = attrs.field(validator=_count)
 
 
-Request: TypeAlias = (
-    Hello
-    | Put
-    | Get
-    | Exists
-    | MatchPrefix
-    | ReleaseHold
-    | Delete
-    | ListKeys
-    | Purge
-    | Evict
-    | Statistics
-    | Verify
-    | Flush
-    | Prefetch
-    | Pin
-    | TimesLeft
-    | Removed
-    | Mark
-    | MapArenas
-    | MapTables
-    | Reserve
-    | Commit
-    | Prepare
-    | Lease
-    | Release
-    | Abort
-    | Touch
-    | TakeOver
-    | RdmaConnect
-    | RdmaPut
-    | RdmaGet
-    | RdmaFill
-    | RdmaFetch
-)
-Reply: TypeAlias = (
-    HelloReply
-    | PutReply
-    | GetReply
-    | ExistsReply
-    | MatchPrefixReply
-    | KeysReply
-    | StatisticsReply
-    | VerifyReply
-    | PrefetchReply
-    | PinReply
-    | TimesLeftReply
-    | RemovedReply
-    | MapArenasReply
-    | MapTablesReply
-    | ReserveReply
-    | PrepareReply
-    | LeaseReply
-    | TakeOverReply
-    | RdmaConnectReply
-    | RdmaGetReply
-    | CountReply
-    | ErrorReply
-)
-
-Message: TypeAlias = Request | Reply
-
-REPLIES: dict[type[Request], type[Reply]] = {
-    Hello: HelloReply,
-    Put: PutReply,
-    Get: GetReply,
-    Exists: ExistsReply,
-    MatchPrefix: MatchPrefixReply,
-    ReleaseHold: CountReply,
-    Delete: CountReply,
-    ListKeys: KeysReply,
-    Purge: CountReply,
-    Evict: CountReply,
-    Statistics: StatisticsReply,
-    Verify: VerifyReply,
-    Flush: CountReply,
-    Prefetch: PrefetchReply,
-    Pin: PinReply,
-    TimesLeft: TimesLeftReply,
-    Removed: RemovedReply,
-    Mark: CountReply,
-    MapArenas: MapArenasReply,
-    MapTables: MapTablesReply,
-    Reserve: ReserveReply,
-    Commit: PutReply,
-    Prepare: PrepareReply,
-    Lease: LeaseReply,
-    TakeOver: TakeOverReply,
-    RdmaConnect: RdmaConnectReply,
-    RdmaPut: PutReply,
-    RdmaGet: RdmaGetReply,
-    RdmaFill: CountReply,
-    RdmaFetch: CountReply,
-}
+_ALL: Final = [cls for cls in list(globals().values()) if isinstance(cls, type) and hasattr(cls, "KIND")]
+KINDS: Final[Mapping[int, type[Message]]] = {cls.KIND: cls for cls in _ALL}
+"""The messages by their numbers."""
+_REQUESTS: Final[Sequence[type[Request]]] = [cls for cls in _ALL if issubclass(cls, Request)]
+REPLIES: Final[Mapping[type[Request], type[Reply]]] = {cls: cls.REPLY for cls in _REQUESTS if cls.REPLY is not None}
 """The reply to each request. `ErrorReply` may answer any of them."""
-ONE_WAY: tuple[type[Request], ...] = (Release, Abort, Touch)
+ONE_WAY: Final = tuple(cls for cls in _REQUESTS if cls.REPLY is None)
 """The requests that have no reply."""
-KINDS: dict[int, type[Message]] = {cls.KIND: cls for cls in (*REPLIES, *REPLIES.values(), *ONE_WAY, ErrorReply)}

@@ -90,10 +90,10 @@ def understands(peer: Offer, request: Request) -> bool:
     """Whether a server with this offer understands a request and each field of it that
     is not as by default.
     """
-    needed = getattr(request, "CAPABILITY", None)
+    needed = request.CAPABILITY
     newer = [field for field in attrs.fields(type(request)) if field.metadata.get("since", 0) > peer.minor]
     said = [field for field in newer if getattr(request, field.name) != field.default]
-    return (needed is None or needed in peer.capabilities) and not said
+    return (not needed or needed in peer.capabilities) and not said
 
 
 def damaged(data: st.DataObject, stream: bytes) -> bytes:
