@@ -9,7 +9,7 @@ blocking twin iterate over what `Removed` finds (`infinistore.client.api.results
 
 from collections.abc import Iterable, Mapping, Sequence
 from itertools import compress
-from typing import Any, ClassVar, Generic, NamedTuple, TypeAlias, TypeVar
+from typing import Any, ClassVar, NamedTuple, TypeAlias
 
 import attrs
 
@@ -18,6 +18,7 @@ from infinistore.client.memory.views import Kept, Leased, ReservedRoom
 from infinistore.cluster.membership import View
 from infinistore.errors import KeyNotFound, StoreUnavailable
 from infinistore.kept_errors import KeptError
+from infinistore.protocol.messages import KeyedRequest, StoreRequest
 from infinistore.statistics import Stats
 
 
@@ -26,10 +27,6 @@ def closed(why: str) -> StoreUnavailable:
     error = StoreUnavailable(why)
     error.store_is_closed = True
     return error
-
-
-_T = TypeVar("_T")
-_T_co = TypeVar("_T_co", covariant=True)
 
 
 class Batch(NamedTuple):
@@ -104,53 +101,8 @@ class Prefetched:
     hold: str = ""
 
 
-class Request(Generic[_T_co]):
-    """One operation of a store. Its type parameter is the type of the result."""
-
-    __slots__ = ()
-    idempotent: ClassVar[bool] = True
-    """Whether it may be tried again when its outcome is not known."""
-    moves_blocks: ClassVar[bool] = False
-    """Whether it moves blocks, so that it takes one of the connections for those."""
-    waits: ClassVar[bool] = False
-    """Whether the server may wait for something, so that it takes a connection that
-    nobody else queues for."""
-    pins: ClassVar[bool] = False
-    """Whether what it pins may outlive the call."""
-
-    kept: Kept | None = None
-    """The reservation that this request begins or ends, if it does."""
-
-
-class KeyedRequest(Request[list[_T]]):
-    """A request whose result has one item for each key, so that it can be cut
-    by key.
-    """
-
-    __slots__ = ()
-
-    @property
-    def keys(self) -> Sequence[str]:
-        """The keys, in the order of the result."""
-        raise NotImplementedError
-
-    def at(self, positions: Sequence[int]) -> "KeyedRequest[_T]":
-        """Return the same request for the keys at these positions only."""
-        raise NotImplementedError
-
-    def merge(self, parts: Iterable[tuple[Sequence[int], Sequence[_T]]]) -> list[_T]:
-        """Put the results of parts, each with its positions, into the order of the
-        keys.
-        """
-        merged: list[Any] = [None] * len(self.keys)
-        for positions, results in parts:
-            for position, result in zip(positions, results, strict=True):
-                merged[position] = result
-        return merged
-
-
 @attrs.define
-class Put(Request[list[str]]):
+class Put(StoreRequest[list[str]]):
     """Store a batch; the result is the keys that were skipped because they were there.
 
     Parts can be stored in different places: the results of `at` are added up. If
@@ -210,7 +162,7 @@ class GetInto(KeyedRequest[int | None]):
 
 
 @attrs.define
-class PutFromDevice(Request[list[str]]):
+class PutFromDevice(StoreRequest[list[str]]):
     """Store a batch that lies in registered memory of GPUs; the result is as of
     `Put`.
     """
@@ -250,7 +202,7 @@ class GetToDevice(KeyedRequest[int | None]):
 
 
 @attrs.define
-class Lease(Request[Leased]):
+class Lease(StoreRequest[Leased]):
     """Pin blocks and look at them in place; `verify` checks their checksums."""
 
     keys: Sequence[str]
@@ -264,7 +216,7 @@ class Lease(Request[Leased]):
 
 
 @attrs.define
-class Reserve(Request[ReservedRoom]):
+class Reserve(StoreRequest[ReservedRoom]):
     """Take room for blocks of these sizes, which the caller writes in place."""
 
     keys: list[str]
@@ -274,7 +226,7 @@ class Reserve(Request[ReservedRoom]):
 
 
 @attrs.define
-class Commit(Request[None]):
+class Commit(StoreRequest[None]):
     """Store what was written to reserved room, visible at once; `ttl_us` is as of
     `Put`.
     """
@@ -306,7 +258,7 @@ class Exists(KeyedRequest[bool]):
 
 
 @attrs.define
-class MatchPrefix(Request[Matched]):
+class MatchPrefix(StoreRequest[Matched]):
     """Count the leading keys that are there.
 
     With `hold_s` seconds, what was counted is held.
@@ -321,7 +273,7 @@ class MatchPrefix(Request[Matched]):
 
 
 @attrs.define
-class ReleaseHold(Request[bool]):
+class ReleaseHold(StoreRequest[bool]):
     """End a hold; False if it has ended, or was another server's."""
 
     hold: str
@@ -329,7 +281,7 @@ class ReleaseHold(Request[bool]):
 
 
 @attrs.define
-class Delete(Request[int]):
+class Delete(StoreRequest[int]):
     """Delete keys; the result is how many were there."""
 
     keys: Sequence[str]
@@ -370,7 +322,7 @@ class TimesLeft(KeyedRequest[int | None]):
 
 
 @attrs.define
-class Mark(Request[int]):
+class Mark(StoreRequest[int]):
     """Ask for a mark, for `Put.since`; the result is 0 if the server makes none.
 
     With `ends_earlier`, puts with earlier marks store nothing from now on.
@@ -380,7 +332,7 @@ class Mark(Request[int]):
 
 
 @attrs.define
-class Marks(Request[Mapping[str, int | KeptError]]):
+class Marks(StoreRequest[Mapping[str, int | KeptError]]):
     """Ask the nodes that these keys are written to for a mark; the result has them by
     the id of the node: 0 if it makes none, or its error.
     """
@@ -389,14 +341,14 @@ class Marks(Request[Mapping[str, int | KeptError]]):
 
 
 @attrs.define
-class EndCopies(Request[bool]):
+class EndCopies(StoreRequest[bool]):
     """Let the copies that are under way from node to node of a cluster store nothing
     from now on; the result is whether there may be any.
     """
 
 
 @attrs.define
-class Copy(Request[list[str]]):
+class Copy(StoreRequest[list[str]]):
     """Put a batch to a cluster, as copies: with the mark of each node, by its id."""
 
     batch: Batch
@@ -407,7 +359,7 @@ class Copy(Request[list[str]]):
 
 
 @attrs.define
-class Flush(Request[int]):
+class Flush(StoreRequest[int]):
     """Make the blocks of keys durable; the result is how many keys have a durable one.
 
     Parts can be in different places: the results of `at` are added up.
@@ -421,7 +373,7 @@ class Flush(Request[int]):
 
 
 @attrs.define
-class Prefetch(Request[Prefetched]):
+class Prefetch(StoreRequest[Prefetched]):
     """Begin to read blocks from disk into memory; with `hold_s` seconds, hold what is
     there.
     """
@@ -435,7 +387,7 @@ class Prefetch(Request[Prefetched]):
 
 
 @attrs.define
-class ListKeys(Request[list[str]]):
+class ListKeys(StoreRequest[list[str]]):
     """One page of keys, in code point order."""
 
     prefix: str
@@ -446,7 +398,7 @@ class ListKeys(Request[list[str]]):
 
 
 @attrs.define
-class Evict(Request[int]):
+class Evict(StoreRequest[int]):
     """If more than `high` of the pool is used, evict down to `low`; the result is how
     many blocks.
     """
@@ -457,14 +409,14 @@ class Evict(Request[int]):
 
 
 @attrs.define
-class Purge(Request[int]):
+class Purge(StoreRequest[int]):
     """Delete everything; the result is how many keys there were."""
 
     idempotent = False
 
 
 @attrs.define
-class GetStatistics(Request[Stats]):
+class GetStatistics(StoreRequest[Stats]):
     """Read the statistics of the store; with `details`, also those that take longer."""
 
     details: bool
@@ -508,7 +460,7 @@ class Followed:
 
 
 @attrs.define
-class Removed(Request[Followed]):
+class Removed(StoreRequest[Followed]):
     """Ask which keys were removed since `places`, which are those of a `view`, and wait
     for one at most `wait_s`.
 

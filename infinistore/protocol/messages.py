@@ -7,8 +7,8 @@ stands before the requests that it answers.
 
 import enum
 from array import array
-from collections.abc import Mapping, Sequence
-from typing import ClassVar, Final, NewType
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any, ClassVar, Final, Generic, NewType, TypeVar
 
 import attrs
 from attrs import validators
@@ -17,6 +17,8 @@ from infinistore.errors import ProtocolError
 from infinistore.keys import MAX_KEY_BYTES
 from infinistore.protocol.versions import Capability, NewerFields
 
+_T = TypeVar("_T")
+_T_co = TypeVar("_T_co", covariant=True)
 Keys = NewType("Keys", list[str])
 """Keys in request order.
 
@@ -63,6 +65,54 @@ class Request(Message):
     REPLY: ClassVar[type[Reply] | None] = None
     """What answers it, unless an `ErrorReply` does. None: it has no reply, and the
     client does not wait."""
+
+
+class StoreRequest(Generic[_T_co]):
+    """What a method of a store asks for. Its type parameter is the type of the result.
+
+    A request without payload is a message, and crosses the wire as it is. Requests that
+    move blocks are those of the client (`infinistore.client.requests`).
+    """
+
+    __slots__ = ()
+    idempotent: ClassVar[bool] = True
+    """Whether it may be tried again when its outcome is not known."""
+    moves_blocks: ClassVar[bool] = False
+    """Whether it moves blocks, so that it takes one of the connections for those."""
+    waits: ClassVar[bool] = False
+    """Whether the server may wait for something, so that it takes a connection that
+    nobody else queues for."""
+    pins: ClassVar[bool] = False
+    """Whether what it pins may outlive the call."""
+    kept: Any = None
+    """The reservation that this request begins or ends, if it does."""
+
+
+class KeyedRequest(StoreRequest[list[_T]]):
+    """A request whose result has one item for each key, so that it can be cut
+    by key.
+    """
+
+    __slots__ = ()
+
+    @property
+    def keys(self) -> Sequence[str]:
+        """The keys, in the order of the result."""
+        raise NotImplementedError
+
+    def at(self, positions: Sequence[int]) -> "KeyedRequest[_T]":
+        """Return the same request for the keys at these positions only."""
+        raise NotImplementedError
+
+    def merge(self, parts: Iterable[tuple[Sequence[int], Sequence[_T]]]) -> list[_T]:
+        """Put the results of parts, each with its positions, into the order of the
+        keys.
+        """
+        merged: list[Any] = [None] * len(self.keys)
+        for positions, results in parts:
+            for position, result in zip(positions, results, strict=True):
+                merged[position] = result
+        return merged
 
 
 _text = validators.and_(validators.instance_of(str), validators.max_len(MAX_KEY_BYTES))

@@ -13,7 +13,8 @@ from infinistore.aio import AsyncStore
 from infinistore.blocking import BlockingStore
 from infinistore.client.connection import calls as remote
 from infinistore.client.memory.views import private_room
-from infinistore.client.requests import Request, Reserve
+from infinistore.client.requests import Reserve
+from infinistore.protocol.messages import StoreRequest
 from tests.bad_days.clients import Awaitable, run_at_once
 from tests.bad_days.operations import NEW, OPERATIONS, prepare
 
@@ -41,7 +42,7 @@ class Recorded(AsyncStore):
     def __init__(self) -> None:
         self.idempotent: bool | None = None
 
-    async def _call(self, request: Request[Any]) -> Any:
+    async def _call(self, request: StoreRequest[Any]) -> Any:
         if isinstance(request, Reserve):  # how it is committed is what counts
             return private_room(list(NEW), list(map(len, NEW.values())))
         self.idempotent = request.idempotent

@@ -23,7 +23,7 @@ from infinistore.client.connection.circuit_breaker import CircuitBreaker
 from infinistore.client.connection.effects import Background, Part, Sleep, Together
 from infinistore.client.operations.embedded import EmbeddedOperations, EmbeddedStore
 from infinistore.client.options import Options, StoreUrl
-from infinistore.client.requests import Mark, Put, Request
+from infinistore.client.requests import Mark, Put
 from infinistore.cluster.documents import ClusterConfig, write_config, write_node
 from infinistore.cluster.etcd.follower import Follower
 from infinistore.cluster.etcd.layout import Layout
@@ -40,6 +40,7 @@ from infinistore.cluster.etcd.session import (
 from infinistore.cluster.membership import Listener, Node, View
 from infinistore.errors import InfiniStoreException, StoreUnavailable
 from infinistore.kept_errors import KeptError
+from infinistore.protocol.messages import StoreRequest
 from tests.cluster.etcd.fake_etcd import FakeEtcd
 
 __all__ = ["ChurnWorld", "Client", "Server"]
@@ -81,7 +82,7 @@ class Server:
         self._store = EmbeddedStore(options, clock)
         self._operations = EmbeddedOperations(self._store, verify=True)
 
-    def carry_out(self, request: Request[Any]) -> Any:
+    def carry_out(self, request: StoreRequest[Any]) -> Any:
         """Do what is asked for, now."""
         deletions = self._store.core.deletions
         if isinstance(request, Mark):
@@ -142,7 +143,7 @@ class Client:
     def _make(self, url: StoreUrl, instance: str) -> "_Reached":
         return _Reached(self.world, str(url), instance, self.random)
 
-    def call(self, request: Request[Any]) -> Any:
+    def call(self, request: StoreRequest[Any]) -> Any:
         """Make a call, which takes no time."""
         done: list[Any] = []
         self._go_on(self._calls.call(request), done.append)
@@ -194,7 +195,7 @@ class _Reached:
     def close(self) -> None:
         """There is nothing to end."""
 
-    def carry_out(self, request: Request[Any]) -> Any:
+    def carry_out(self, request: StoreRequest[Any]) -> Any:
         """Have the server carry a request out, if it is up and the one that it was."""
         probe = self._breaker.check()
         server = self._world.servers.get(self._address)

@@ -23,11 +23,11 @@ from infinistore.protocol.messages import (
     NO_CHECKSUM,
     ONE_WAY,
     REPLIES,
-    Request,
     ErrorReply,
     Keys,
     Message,
     Numbers,
+    Request,
     Tree,
 )
 from infinistore.protocol.packed_offsets import pack_offset

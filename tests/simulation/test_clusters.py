@@ -3,9 +3,9 @@
 import attrs
 import pytest
 
-from infinistore.client.requests import KeyedRequest
 from infinistore.cluster.membership import Node, NodeState, View
 from infinistore.errors import PartialPut
+from infinistore.protocol.messages import KeyedRequest
 from tests.simulation.checker import check
 from tests.simulation.clusters import ClusterSettings, single_places
 from tests.simulation.faults import FaultSettings

@@ -12,8 +12,8 @@ import pytest
 
 from infinistore import blocking
 from infinistore.blocking import BlockingStore
-from infinistore.client.requests import Request
 from infinistore.kept_errors import KeptError
+from infinistore.protocol.messages import StoreRequest
 from tests.bad_days.servers import ServerHere, running_server_here
 
 _T = TypeVar("_T")
@@ -85,7 +85,7 @@ class GatedStore(BlockingStore):
         self.begun = 0
         self.failure: Exception | None = None
 
-    def _call(self, request: Request[_T]) -> _T:
+    def _call(self, request: StoreRequest[_T]) -> _T:
         self.begun += 1
         self.entered.release()
         self.gate.wait()

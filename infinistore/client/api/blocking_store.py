@@ -51,12 +51,12 @@ from infinistore.client.requests import (
     Put,
     PutFromDevice,
     ReleaseHold,
-    Request,
     Reserve,
     check_all_there,
 )
 from infinistore.errors import KeyNotFound
 from infinistore.keys import CheckedKeys
+from infinistore.protocol.messages import StoreRequest
 from infinistore.statistics import Stats
 from infinistore.transports.cuda import DeviceMemory
 
@@ -152,7 +152,7 @@ class BlockingStore(ABC):
     """
 
     @abstractmethod
-    def _call(self, request: Request[_T]) -> _T:
+    def _call(self, request: StoreRequest[_T]) -> _T:
         """Carry out a request, and return its result."""
 
     def put(self, key: str, data: BufferLike, *, ttl_s: float | None = None) -> None:

@@ -50,12 +50,12 @@ from infinistore.client.requests import (
     Put,
     PutFromDevice,
     ReleaseHold,
-    Request,
     Reserve,
     check_all_there,
 )
 from infinistore.errors import KeyNotFound
 from infinistore.keys import CheckedKeys
+from infinistore.protocol.messages import StoreRequest
 from infinistore.statistics import Stats
 from infinistore.transports.cuda import DeviceMemory
 
@@ -153,7 +153,7 @@ class AsyncStore(ABC):
     """
 
     @abstractmethod
-    async def _call(self, request: Request[_T]) -> _T:
+    async def _call(self, request: StoreRequest[_T]) -> _T:
         """Carry out a request, and return its result."""
 
     async def put(self, key: str, data: BufferLike, *, ttl_s: float | None = None) -> None:

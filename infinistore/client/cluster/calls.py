@@ -28,9 +28,16 @@ from infinistore.client.connection.effects import (
 from infinistore.client.memory.buffers import Registration
 from infinistore.client.movers.rdma import StoreRdma, register
 from infinistore.client.options import Options
-from infinistore.client.requests import Exists, Mark, MatchPrefix, Prefetch, ReleaseHold, Request
+from infinistore.client.requests import (
+    Exists,
+    Mark,
+    MatchPrefix,
+    Prefetch,
+    ReleaseHold,
+)
 from infinistore.errors import DeadlineExceeded, StoreUnavailable
 from infinistore.kept_errors import KeptError
+from infinistore.protocol.messages import StoreRequest
 from infinistore.transports.cuda import DeviceMemory
 
 _PART: Final = 0.05
@@ -130,7 +137,7 @@ class CallInView:
         """How long it may still take."""
         return self.deadline - self.calls.clock()
 
-    async def ask(self, parts: Sequence[tuple[int, Request[Any]]], *, patiently: bool = False) -> list[Outcome]:
+    async def ask(self, parts: Sequence[tuple[int, StoreRequest[Any]]], *, patiently: bool = False) -> list[Outcome]:
         """Send requests to nodes, named by their index, at the same time.
 
         An outcome is a result, or a `KeptError` for which `is_lost` is true. Any other
@@ -145,7 +152,7 @@ class CallInView:
 
     async def ask_all(
         self,
-        parts: Sequence[tuple[int, Request[Any]]],
+        parts: Sequence[tuple[int, StoreRequest[Any]]],
         hedges: Sequence[NodeHedge | None] = (),
         *,
         patiently: bool = False,
@@ -181,7 +188,7 @@ class CallInView:
                 await calls.watch(hedge.node, is_late=True)
         return outcomes
 
-    async def ask_in_turns(self, turns: Sequence[Sequence[tuple[int, Request[Any]]]]) -> list[Outcome]:
+    async def ask_in_turns(self, turns: Sequence[Sequence[tuple[int, StoreRequest[Any]]]]) -> list[Outcome]:
         """Send the requests of each turn when those of the turn before are over, also
         if one has failed, and do the same as `ask` with all outcomes, in that order.
 
@@ -223,7 +230,7 @@ class ClusterCalls:
         self.verifies = options.verify == "always"
         """Whether what was read is what was put, as far as its checksum says."""
 
-    async def call(self, request: Request[_T]) -> _T:
+    async def call(self, request: StoreRequest[_T]) -> _T:
         """Carry out a request."""
         deadline = self.clock() + self._deadline_s
         view = self.nodes.begin()

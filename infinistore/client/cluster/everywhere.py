@@ -21,11 +21,11 @@ from infinistore.client.requests import (
     Purge,
     Removed,
     RemovedKeys,
-    Request,
 )
 from infinistore.cluster.membership import NodeState
 from infinistore.cluster.placement import still_finds
 from infinistore.errors import StoreUnavailable
+from infinistore.protocol.messages import StoreRequest
 from infinistore.statistics import ClusterStatistics, NodeStatistics, Stats, summed
 
 _T = TypeVar("_T")
@@ -34,7 +34,7 @@ _WAIT_SHARE: Final = 0.5
 silent for longer than that counts as lost."""
 
 
-async def _ask_everyone(call: CallInView, request: Request[_T]) -> list[Outcome]:
+async def _ask_everyone(call: CallInView, request: StoreRequest[_T]) -> list[Outcome]:
     return await call.ask([(index, request) for index in range(len(call.view.nodes))])
 
 

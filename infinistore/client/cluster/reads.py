@@ -36,7 +36,6 @@ from infinistore.client.requests import (
     Get,
     GetInto,
     GetToDevice,
-    KeyedRequest,
     Lease,
     Mark,
     Matched,
@@ -45,12 +44,12 @@ from infinistore.client.requests import (
     Prefetched,
     Put,
     ReleaseHold,
-    Request,
     TimesLeft,
 )
 from infinistore.cluster.membership import NodeState
 from infinistore.errors import ChecksumMismatch, InfiniStoreException, PermissionDenied
 from infinistore.kept_errors import KeptError
+from infinistore.protocol.messages import KeyedRequest, StoreRequest
 
 _LEAST_S: Final = 0.002
 """Nothing is late before that: a busy process wakes up about as late."""
@@ -478,7 +477,7 @@ async def _hold_less(call: CallInView, held: dict[int, Matched], wanted: dict[in
     """Hold on some nodes only what is wanted of them, instead of what is held there."""
     fewer = [(index, request) for index, request in wanted.items() if request.keys]
     less = dict(zip([index for index, _ in fewer], await call.ask_all(fewer), strict=True))
-    superfluous: list[tuple[int, Request[Any]]] = []
+    superfluous: list[tuple[int, StoreRequest[Any]]] = []
     for index, request in wanted.items():
         outcome = less.get(index, Matched(0))
         if isinstance(outcome, KeptError):  # then it holds too much, until its time is over
@@ -507,7 +506,7 @@ async def prefetch(call: CallInView, request: Prefetch) -> Prefetched:
 
 async def release_hold(call: CallInView, request: ReleaseHold) -> bool:
     """End a hold on all its nodes; False if it has ended on all of them."""
-    parts: list[tuple[int, Request[Any]]] = []
+    parts: list[tuple[int, StoreRequest[Any]]] = []
     indices = {node.id: index for index, node in enumerate(call.view.view.nodes)}
     for one in request.hold.split("&"):
         name, separator, token = one.rpartition("=")
@@ -519,7 +518,7 @@ async def release_hold(call: CallInView, request: ReleaseHold) -> bool:
     return any(outcome for outcome in outcomes if not is_lost(outcome))
 
 
-async def _ask_or_release(call: CallInView, parts: Sequence[tuple[int, Request[Any]]]) -> list[Outcome]:
+async def _ask_or_release(call: CallInView, parts: Sequence[tuple[int, StoreRequest[Any]]]) -> list[Outcome]:
     """Ask, and if a node refuses, release what the others hold: the caller learns of no
     hold.
     """

@@ -25,7 +25,6 @@ from infinistore.client.movers.shm.mapped_pool import Machine, MappedPool
 from infinistore.client.movers.shm.mover import ShmSource
 from infinistore.client.operations.remote import RemoteOperations
 from infinistore.client.options import Options, StoreUrl, tls_of_node
-from infinistore.client.requests import Request
 from infinistore.errors import (
     ConfigError,
     DeadlineExceeded,
@@ -35,6 +34,7 @@ from infinistore.errors import (
     TransferFailed,
 )
 from infinistore.host import FORKED, let_go_in_child
+from infinistore.protocol.messages import StoreRequest
 from infinistore.protocol.states import State
 from infinistore.transports.cuda import DeviceMemory
 from infinistore.transports.registry import BUILT_IN, load_transport, transport_names
@@ -175,7 +175,7 @@ class Calls(Generic[_Stream]):
         attempt.stage = _Stage.CONNECTING
         self.pool.give_back(await self.router.connect(attempt))
 
-    async def call(self, request: Request[_T], attempt: Attempt) -> _T:
+    async def call(self, request: StoreRequest[_T], attempt: Attempt) -> _T:
         """Carry out a request; what is idempotent is tried again, until the deadline.
 
         What is not is tried again only if nothing of it was sent.
@@ -220,14 +220,14 @@ class Calls(Generic[_Stream]):
             await Sleep(delay_s)
             pool.check_open()
 
-    async def _check(self, request: Request[Any]) -> int:
+    async def _check(self, request: StoreRequest[Any]) -> int:
         """As the circuit breaker does; a request that waits waits for that, too."""
         open_until = self.breaker.open_until
         if request.waits and open_until is not None:
             await Sleep(min(1.0, max(0.01, open_until - self.clock())))
         return self.breaker.check()
 
-    async def _take(self, attempt: Attempt, request: Request[Any]) -> Connection[_Stream]:
+    async def _take(self, attempt: Attempt, request: StoreRequest[Any]) -> Connection[_Stream]:
         """Return a connection for a request: its own, one that nobody uses, or a new
         one.
         """

@@ -7,10 +7,10 @@ from socket import socket
 from typing import Any, NamedTuple, Protocol, TypeAlias, TypeVar
 
 from infinistore.client.options import StoreUrl
-from infinistore.client.requests import Request
 from infinistore.errors import InfiniStoreException
 from infinistore.kept_errors import KeptError
 from infinistore.protocol.effects import Pause, Receive, ReceiveDescriptors, Send
+from infinistore.protocol.messages import StoreRequest
 
 _T = TypeVar("_T")
 Outcome: TypeAlias = Any
@@ -83,7 +83,7 @@ class Part(NamedTuple):
     """
 
     store: Any
-    request: Request[Any]
+    request: StoreRequest[Any]
     within_s: float | None = None
     hedge: LatePart | None = None
 

@@ -49,14 +49,13 @@ from infinistore.client.movers.rdma import StoreRdma
 from infinistore.client.operations.embedded import AwaitDisk, EmbeddedStore
 from infinistore.client.operations.open_embedded import open_embedded
 from infinistore.client.options import Options, StoreUrl, make_options
-from infinistore.client.requests import Request
 from infinistore.client.store_options import StoreOptions
 from infinistore.cluster.locate import ClusterUrl
 from infinistore.errors import DeadlineExceeded, InfiniStoreException, StoreUnavailable
 from infinistore.host import FORKED, start_thread
 from infinistore.kept_errors import KeptError
 from infinistore.protocol.effects import Pause, Receive, ReceiveDescriptors, Send
-from infinistore.protocol.messages import Shard
+from infinistore.protocol.messages import Shard, StoreRequest
 from infinistore.settings import Spin
 from infinistore.transports.cuda import DeviceMemory
 from infinistore.transports.sockets.blocking_streams import BlockingSocketStream, connect_tcp, connect_unix
@@ -462,7 +461,7 @@ class ClusterBlockingStore(ClusterStore, BlockingStore):
         self._background.close()
         self._threads.close()
 
-    def _call(self, request: Request[_T]) -> _T:
+    def _call(self, request: StoreRequest[_T]) -> _T:
         return self.drive(self.calls.call(request))
 
     def drive(self, call: ClusterCall[_T]) -> _T:
@@ -757,7 +756,7 @@ class _EmbeddedBlockingStore(BlockingStore):
     def mapped_arenas(self) -> list[tuple[memoryview, memoryview | None]]:
         return self.embedded.mapped_arenas()
 
-    def _call(self, request: Request[_T]) -> _T:
+    def _call(self, request: StoreRequest[_T]) -> _T:
         operations = self.embedded.operations(self.embedded, verify=self.verifies)
         exchange = operations.handlers[type(request)](operations, request)
         try:
@@ -840,7 +839,7 @@ class RemoteBlockingStore(BlockingStore):
     def _rdma(self) -> StoreRdma:
         return self.calls.rdma
 
-    def _call(self, request: Request[_T], within_s: float | None = None, ending: Ending | None = None) -> _T:
+    def _call(self, request: StoreRequest[_T], within_s: float | None = None, ending: Ending | None = None) -> _T:
         if self._sharded is not None:
             return self._call_shards(request)
         calls = self.calls
@@ -874,7 +873,7 @@ class RemoteBlockingStore(BlockingStore):
                 return result
         return self._call_shards(request)
 
-    def _call_shards(self, request: Request[_T]) -> _T:
+    def _call_shards(self, request: StoreRequest[_T]) -> _T:
         while (sharded := self._sharded) is not None:
             try:
                 return sharded._call(request)

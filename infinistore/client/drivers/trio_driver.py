@@ -40,14 +40,13 @@ from infinistore.client.movers.rdma import StoreRdma
 from infinistore.client.operations.embedded import AwaitDisk, EmbeddedStore
 from infinistore.client.operations.open_embedded import open_embedded
 from infinistore.client.options import Options, StoreUrl, make_options
-from infinistore.client.requests import Request
 from infinistore.client.store_options import StoreOptions
 from infinistore.client.worker_threads import in_thread
 from infinistore.cluster.locate import ClusterUrl
 from infinistore.errors import StoreUnavailable
 from infinistore.kept_errors import KeptError
 from infinistore.protocol.effects import Pause, Receive, ReceiveDescriptors, Send
-from infinistore.protocol.messages import Shard
+from infinistore.protocol.messages import Shard, StoreRequest
 from infinistore.transports.cuda import DeviceMemory
 from infinistore.transports.sockets.trio_streams import SocketStream, connect_tcp, connect_unix
 
@@ -158,7 +157,7 @@ class ClusterTrioStore(ClusterStore, AsyncStore):
         """
         self._close_nodes()
 
-    async def _call(self, request: Request[_T]) -> _T:
+    async def _call(self, request: StoreRequest[_T]) -> _T:
         return await self.drive(self.calls.call(request))
 
     async def drive(self, call: ClusterCall[_T]) -> _T:
@@ -371,7 +370,7 @@ class _EmbeddedTrioStore(AsyncStore):
     def mapped_arenas(self) -> list[tuple[memoryview, memoryview | None]]:
         return self.embedded.mapped_arenas()
 
-    async def _call(self, request: Request[_T]) -> _T:
+    async def _call(self, request: StoreRequest[_T]) -> _T:
         self.embedded.check_usable()
         await trio.lowlevel.checkpoint()
         operations = self.embedded.operations(self.embedded, verify=self.verifies)
@@ -474,7 +473,7 @@ class RemoteTrioStore(AsyncStore):
     def _rdma(self) -> StoreRdma:
         return self.calls.rdma
 
-    async def _call(self, request: Request[_T], within_s: float | None = None) -> _T:
+    async def _call(self, request: StoreRequest[_T], within_s: float | None = None) -> _T:
         if self._sharded is not None:
             return await self._call_shards(request)
         calls = self.calls
@@ -502,7 +501,7 @@ class RemoteTrioStore(AsyncStore):
             raise calls.deadline_exceeded(attempt)
         return await self._call_shards(request)
 
-    async def _call_shards(self, request: Request[_T]) -> _T:
+    async def _call_shards(self, request: StoreRequest[_T]) -> _T:
         while (sharded := self._sharded) is not None:
             try:
                 return await sharded._call(request)
