@@ -12,7 +12,7 @@ import pytest
 from hypothesis import given
 from hypothesis.extra import numpy as st_numpy
 
-from infinistore.client.memory.buffers import readable, writable
+from infinistore.client.memory.buffers import plain_bytes, readable, writable
 
 NUMPY_DTYPES = [
     *"?bBhHiIlLqQefdgFDG",
@@ -48,6 +48,16 @@ def test_any_buffer_is_seen_as_its_bytes(data: Any) -> None:
     view = readable(data)
     assert bytes(view) == b"abc"
     assert (view.format, view.ndim) == ("B", 1)
+
+
+def test_a_batch_of_plain_bytes_is_seen_as_each_of_them_is() -> None:
+    plain = [b"abc", bytearray(b"de"), memoryview(b"xfgx")[1:3], array.array("B", b"h"), np.frombuffer(b"ij", np.uint8)]
+    assert plain_bytes(plain) == [readable(data) for data in plain] == [b"abc", b"de", b"fg", b"h", b"ij"]
+    for odd in (b"", memoryview(b"abcd")[::2], array.array("i", [1]), np.zeros((2, 2), np.uint8), np.zeros(()), "text"):
+        assert plain_bytes([*plain, odd]) is None
+    gone = memoryview(b"abc")
+    gone.release()
+    assert plain_bytes([*plain, gone]) is None
 
 
 def test_a_mapping_can_be_stored_and_read_into() -> None:

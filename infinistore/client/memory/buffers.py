@@ -25,6 +25,7 @@ _FIELD_NAME = re.compile(":[^:]*:")
 BufferLike: TypeAlias = Any
 """bytes, bytearray, memoryview, array, mmap, a numpy array, a PyTorch tensor on the
 CPU: contiguous, of any type."""
+_as_view: Callable[[BufferLike], memoryview] = memoryview
 
 
 class OnDevice(ValueError):
@@ -58,16 +59,20 @@ def writable(buffer: BufferLike) -> memoryview:
 
 
 def plain_bytes(batch: Collection[BufferLike]) -> list[memoryview] | None:
-    """Return the batch unchanged if all items are non-empty views of bytes, else None.
+    """Return the views of a batch if all of its items are plain bytes: one dimension,
+    contiguous, not empty; else None.
 
-    This is the case for slices of one large buffer. Converting 64 of those one by one
-    takes three times as long.
+    `readable` accepts more, and takes more than twice as long.
     """
-    if set(map(type, batch)) != {memoryview} or not all(batch):
+    views: list[memoryview] = []
+    try:
+        for view in map(_as_view, batch):
+            if view.format != "B" or view.ndim != 1 or not view.contiguous:
+                return None
+            views.append(view)
+    except (TypeError, ValueError, BufferError):  # a tensor, for example
         return None
-    if any([view.format != "B" or view.ndim != 1 or not view.contiguous for view in batch]):  # noqa: C419 - quicker
-        return None
-    return list(batch)
+    return views if all(views) else None
 
 
 def _bytes_of(data: BufferLike) -> memoryview:
