@@ -1,11 +1,10 @@
 """Generate what derives from the options of `open_store`.
 
-That is: the keyword arguments for type checkers, the docstrings, and tables on a page.
-The options are described in `infinistore/client/options.py`.
+That is: the keyword arguments for type checkers, with the docstring that explains them,
+and tables on a page. The options are described in `infinistore/client/options.py`.
 """
 
 import ast
-import re
 import textwrap
 from collections.abc import Sequence
 from itertools import groupby
@@ -22,11 +21,6 @@ __all__ = ["client_options"]
 OPTIONS = "infinistore/client/options.py"
 KEYWORDS = "infinistore/client/store_options.py"
 PAGE = "docs/opening-a-store.md"
-OPEN_STORES = (
-    "infinistore/client/drivers/trio_driver.py",
-    "infinistore/client/drivers/asyncio_driver.py",
-    "infinistore/client/drivers/blocking_driver.py",
-)
 WIDTH = 88
 INDENT = " " * 8
 
@@ -36,15 +30,16 @@ def client_options(project: Path) -> dict[str, str]:
     from infinistore.client.options import option_settings
 
     arguments = docstring_arguments(option_settings())
-    files = {KEYWORDS: keywords((project / OPTIONS).read_text())}
-    for path in OPEN_STORES:
-        files[path] = with_arguments(path, (project / path).read_text(), arguments)
-    files[PAGE] = with_tables((project / PAGE).read_text())
-    return files
+    return {
+        KEYWORDS: keywords((project / OPTIONS).read_text(), arguments),
+        PAGE: with_tables((project / PAGE).read_text()),
+    }
 
 
-def keywords(source: str) -> str:
-    """Return the module with the keyword arguments, from the source of `Options`."""
+def keywords(source: str, arguments: str) -> str:
+    """Return the module with the keyword arguments, from the source of `Options`, and
+    with this section in their docstring.
+    """
     (options,) = (node for node in ast.parse(source).body if isinstance(node, ast.ClassDef) and node.name == "Options")
     fields = [
         f"    {ast.unparse(node.target)}: {ast.unparse(node.annotation).replace(chr(39), chr(34))}"
@@ -67,7 +62,10 @@ def keywords(source: str) -> str:
             "",
             "",
             "class StoreOptions(TypedDict, total=False):",
-            '    """The keyword arguments of every `open_store`, which explains them."""',
+            '    """The keyword arguments of every `open_store`, and what else it takes.',
+            "",
+            arguments,
+            '    """',
             "",
             *fields,
             "",
@@ -76,7 +74,7 @@ def keywords(source: str) -> str:
 
 
 def docstring_arguments(settings: Sequence["Setting"]) -> str:
-    """Return the section `Args` of the docstring of `open_store`."""
+    """Return the section `Args` of every `open_store`."""
     from infinistore.client.options import SCHEMES
 
     lines = [" " * 4 + "Args:"]
@@ -110,19 +108,6 @@ def wrapped(text: str, indent: str, hanging: int = 4) -> list[str]:
         break_long_words=False,
         break_on_hyphens=False,
     )
-
-
-def with_arguments(path: str, source: str, arguments: str) -> str:
-    """Return a module whose `open_store` has this section in its docstring.
-
-    Raises:
-        ValueError: its docstring has no such section, which must come before `Raises`.
-    """
-    pattern = r'(def open_store\(.*?""".*?\n)    Args:\n.*?(\n\n    Raises:\n)'
-    made, count = re.subn(pattern, lambda found: found[1] + arguments + found[2], source, count=1, flags=re.DOTALL)
-    if not count:
-        raise ValueError(f"the docstring of open_store in {path} has no `Args:` with `Raises:` after it")
-    return made
 
 
 def with_tables(page: str) -> str:

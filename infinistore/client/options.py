@@ -3,16 +3,17 @@
 The URL says where the server is, and over which transport to reach it. Options follow a
 question mark: `?token_file=/etc/infinistore.token&deadline_s=5`. An option is an
 argument or part of the URL. From the descriptions derive the checks, the parsing of
-URLs, the keyword arguments that type checkers know (`store_options.py`), the `Args` in
-the docstrings of `open_store`, and the tables in `docs/opening-a-store.md`. `make
-generate` writes the last three.
+URLs, the keyword arguments that type checkers know (`StoreOptions`), the `Args` in its
+docstring, and the tables in `docs/opening-a-store.md`. `make generate` writes the last
+three.
 """
 
 import os
 import socket
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from inspect import cleandoc
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Final, Literal, NamedTuple
+from typing import TYPE_CHECKING, Any, Final, Literal, NamedTuple, TypeVar
 from urllib.parse import unquote, urlsplit
 
 import attrs
@@ -42,6 +43,8 @@ from infinistore.settings import (
 if TYPE_CHECKING:
     import ssl
     from ssl import SSLContext
+
+_OpenStore = TypeVar("_OpenStore", bound=Callable[..., Any])
 
 
 class Scheme(NamedTuple):
@@ -454,6 +457,14 @@ _TOKEN_FILE: Final = Setting(
     "A file with the token on its first line. Only in the URL",
     "none",
 )
+
+
+def explained(open_store: _OpenStore) -> _OpenStore:
+    """Put the `Args` of `StoreOptions` into the docstring of an `open_store`."""
+    if open_store.__doc__ and StoreOptions.__doc__:  # python -OO has neither
+        arguments = cleandoc(StoreOptions.__doc__).partition("\n\n")[2]
+        open_store.__doc__ = cleandoc(open_store.__doc__).replace("Raises:", f"{arguments}\n\nRaises:")
+    return open_store
 
 
 def option_settings() -> tuple[Setting, ...]:
