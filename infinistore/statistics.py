@@ -3,17 +3,17 @@ those of one store.
 
 The core, the allocators and the transports write them. The client, the command line,
 the monitor and the management API read them. `infinistore.protocol.codec` encodes them
-for the wire. Summed, counts and sizes are added, limits of one connection are the
-smallest of all, lists are joined, and `instance` changes when any of the servers
-restarts, so that readers of counters notice.
+for the wire. The metadata of a field has all else that is known of it: the rule by
+which `merged` makes one value of those of several servers, unless they are added, and
+the metric that shows it, if there is one.
 """
 
 import hashlib
 import heapq
 import math
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from itertools import chain, zip_longest
-from typing import Any, Final, TypeVar
+from typing import Any, Final, Literal, TypeAlias, TypeVar
 
 import attrs
 
@@ -38,27 +38,161 @@ __all__ = [
     "StoreStatistics",
 ]
 
+# What the metadata of a field says
+
+_Record = TypeVar("_Record", bound=attrs.AttrsInstance)
+_Metadata: TypeAlias = dict[str, Any]
+Rule: TypeAlias = Callable[[Sequence[Any]], Any]
+"""Makes one value of those of several servers, at least one."""
+
+
+@attrs.frozen
+class Metric:
+    """The metric of a field."""
+
+    kind: Literal["counter", "gauge"]
+    name: str
+    """Without the prefix that all have; empty if nothing but its kind is of interest."""
+    help: str
+    label: str = ""
+    """If not empty, `value` returns a number for each value of this label."""
+    value: Callable[[Any], Any] = lambda number: number
+    """Returns what the metric shows of the value of the field."""
+
+    def numbers(self, value: Any) -> Mapping[str, float]:
+        """Return what it shows, by the value of its label."""
+        shown = self.value(value)
+        return shown if self.label else {"": shown}
+
+
+def counter(name: str = "", help: str = "", **others: Any) -> _Metadata:  # noqa: A002
+    """Return the metadata of a field that only grows, and is added."""
+    return {"metric": Metric("counter", name, help, **others)}
+
+
+def gauge(name: str, help: str, *, merge: Rule | None = None, **others: Any) -> _Metadata:  # noqa: A002
+    """Return the metadata of a field that may go up and down."""
+    return {"metric": Metric("gauge", name, help, **others), "merge": merge}
+
+
+def merge(rule: Rule) -> _Metadata:
+    """Return the metadata of a field without a metric."""
+    return {"merge": rule}
+
+
+def metric_of(field: "attrs.Attribute[Any]") -> Metric | None:
+    """Return the metric of a field of statistics."""
+    found: Metric | None = field.metadata.get("metric")
+    return found
+
+
+def counters(record: attrs.AttrsInstance) -> Iterator[float]:
+    """Yield all that only grows while a server runs, in a fixed order."""
+    for field in attrs.fields(type(record)):
+        value, metric = getattr(record, field.name), metric_of(field)
+        if metric is not None and metric.kind == "counter":
+            yield from metric.numbers(value).values()
+        elif attrs.has(type(value)):
+            yield from counters(value)
+
+
+def merged(records: Sequence[_Record]) -> _Record:
+    """Return records of several servers, at least one, as one: each field by its rule.
+    Without one, records are merged and numbers are added.
+    """
+    return type(records[0])(
+        **{
+            field.name: _rule(field)([getattr(one, field.name) for one in records])
+            for field in attrs.fields(type(records[0]))
+        }
+    )
+
+
+def _rule(field: "attrs.Attribute[Any]") -> Rule:
+    rule: Rule = field.metadata.get("merge") or (merged if field.type and attrs.has(field.type) else sum)
+    return rule
+
+
+def words(several: Iterable[str], separator: str = ", ") -> str:
+    """Return each of these texts once."""
+    return separator.join(dict.fromkeys(several))
+
+
+def last(values: Sequence[Any]) -> Any:
+    """Return the last of these values, which are usually all the same."""
+    return values[-1]
+
+
+def _if_all_tell(rule: Rule) -> Rule:
+    return lambda values: None if None in values else rule(values)
+
+
+def _if_any_tells(rule: Rule) -> Rule:
+    def of_those(values: Sequence[Any]) -> Any:
+        known = [value for value in values if value is not None]
+        return rule(known) if known else None
+
+    return of_those
+
+
+def _untold(values: Sequence[Any]) -> None:
+    """Return None: all together have none."""
+
+
+def _chained(lists: Sequence[list[Any]]) -> list[Any]:
+    return list(chain.from_iterable(lists))
+
+
+def merged_by(*names: str) -> Callable[[Sequence[list[_Record]]], list[_Record]]:
+    """Return the rule for lists of records: those alike in these fields are one."""
+
+    def rule(lists: Sequence[list[_Record]]) -> list[_Record]:
+        alike: dict[tuple[Any, ...], list[_Record]] = {}
+        for one in chain.from_iterable(lists):
+            alike.setdefault(tuple(getattr(one, name) for name in names), []).append(one)
+        return list(map(merged, alike.values()))
+
+    return rule
+
+
+def _instance(instances: Sequence[str]) -> str:
+    """Return a text in the form of an instance. It changes when any of the servers
+    restarts, so that readers of counters notice.
+    """
+    if len(instances) == 1:
+        return instances[0]
+    return hashlib.blake2b("\0".join(instances).encode(), digest_size=16).hexdigest()
+
+
+def _buckets(histograms: Sequence[list[int]]) -> list[int]:
+    """Add histograms; another release may have other bounds."""
+    return [sum(counts) for counts in zip_longest(*histograms, fillvalue=0)]
+
+
+def _error(errors: Sequence[float]) -> int:
+    """Errors of independent samples add as squares."""
+    return math.ceil(math.hypot(*errors))
+
 
 @attrs.frozen(kw_only=True)
 class AllocatorStatistics:
     """The state of an allocator at one moment. All sizes in bytes."""
 
-    name: str
+    name: str = attrs.field(metadata=merge(words))
     """The strategy's name."""
-    unit_bytes: int
+    unit_bytes: int = attrs.field(metadata=merge(max))
     """Every offset is a multiple of this."""
     arenas: int
-    """Number of arenas."""
     capacity_bytes: int
     """Usable space: the lengths of the arenas, without unusable rests at their ends."""
     used_bytes: int
     """The sum of the footprints of all allocated extents."""
-    extents: int
-    """Number of allocated extents."""
-    largest_free_extent_bytes: int
-    """The size of the largest block that can be placed now.
-
-    It is exact: a block of this size is placed, a block with one more byte is refused.
+    extents: int = attrs.field(metadata=gauge("pool_extents", "Number of allocated extents"))
+    largest_free_extent_bytes: int = attrs.field(
+        metadata=gauge("pool_largest_free_extent_bytes", "Largest block that can be placed without eviction", merge=max)
+    )
+    """It is exact: a block of this size is placed, a block with one more byte is
+    refused.
     """
 
     @property
@@ -90,100 +224,122 @@ class StoreStatistics:
     since the start.
     """
 
-    capacity_bytes: int
+    capacity_bytes: int = attrs.field(metadata=gauge("pool_capacity_bytes", "Size of the pool"))
     """The usable space of all arenas."""
-    growable_bytes: int
-    """How much the pool can still grow."""
-    used_bytes: int
+    growable_bytes: int = attrs.field(metadata=gauge("pool_growable_bytes", "How much the pool can still grow"))
+    used_bytes: int = attrs.field(metadata=gauge("pool_used_bytes", "Space of the pool that is in use"))
     """Space of blocks with a key, reservations, and pinned blocks without a key."""
-    reserved_bytes: int
-    """Space of unfinished writes."""
-    pinned_bytes: int
+    reserved_bytes: int = attrs.field(
+        metadata=gauge("pool_reserved_bytes", "Space of the pool that is reserved by unfinished puts")
+    )
+    pinned_bytes: int = attrs.field(metadata=gauge("pool_pinned_bytes", "Space of the pool that gets and holds pin"))
     """Space of blocks that are leased, held, protected, or read without a request, each
     counted once. They cannot be evicted."""
-    held_bytes: int
+    held_bytes: int = attrs.field(metadata=gauge("pool_held_bytes", "Space of the pool that only holds pin"))
     """The part of `pinned_bytes` that holds pin; each block counts once."""
-    condemned_bytes: int
+    condemned_bytes: int = attrs.field(
+        metadata=gauge("pool_condemned_bytes", "Space of the pool that is freed when its last reader has finished")
+    )
     """The part of `pinned_bytes` whose key is gone. It is freed with its last pin."""
-    quarantined_bytes: int
-    """Space reserved or leased by lost clients that could still write.
-
-    A block that two of them lease counts twice.
-    """
-    keys: int
+    quarantined_bytes: int = attrs.field(
+        metadata=gauge("pool_quarantined_bytes", "Space of the pool that lost clients can still write to")
+    )
+    """A block that two of them lease counts twice."""
+    keys: int = attrs.field(metadata=gauge("keys", "Keys in the store"))
     clients: int
-    quarantined_clients: int
-    reservations: int
-    leases: int
+    quarantined_clients: int = attrs.field(metadata=gauge("quarantined_clients", "Lost clients that can still write"))
+    reservations: int = attrs.field(
+        metadata=gauge("reservations_open", "Unfinished puts, and space reserved ahead for the next put")
+    )
+    leases: int = attrs.field(metadata=gauge("leases_open", "Unfinished gets, and leases in place"))
     """Leases, and batches that clients read without a request."""
-    holds: int
-    arenas: int
-    hits: int
+    holds: int = attrs.field(metadata=gauge("holds_open", "Holds on prefixes"))
+    arenas: int = attrs.field(metadata=gauge("pool_arenas", "Number of arenas of the pool"))
+    hits: int = attrs.field(metadata=counter("key_hits", "Keys that gets found"))
     """Keys found by a lease, or by a read without a request."""
-    misses: int
-    """Keys not found by a lease."""
-    puts: int
+    misses: int = attrs.field(metadata=counter("key_misses", "Keys that gets did not find"))
+    puts: int = attrs.field(metadata=counter("put_blocks", "Blocks stored"))
     """Committed blocks, without skipped ones."""
-    put_bytes: int
-    """The total length of these blocks."""
-    hit_bytes: int
-    """The total length of the found blocks."""
-    deleted: int
-    """Deleted or purged keys."""
-    checksum_drops: int
-    """Blocks dropped because their bytes did not match their checksum."""
-    evicted: EvictionStatistics
+    put_bytes: int = attrs.field(metadata=counter("put_bytes", "Bytes of these blocks"))
+    hit_bytes: int = attrs.field(metadata=counter("hit_bytes", "Bytes of the blocks that gets found"))
+    deleted: int = attrs.field(metadata=counter("deleted_keys", "Keys deleted or purged"))
+    checksum_drops: int = attrs.field(
+        metadata=counter("checksum_dropped_blocks", "Blocks dropped because they did not match their checksum")
+    )
+    evicted: EvictionStatistics = attrs.field(
+        metadata=counter("evicted_blocks", "Blocks evicted, by cause", label="cause", value=attrs.asdict)
+    )
     allocator: AllocatorStatistics
-    protected_keys: int = attrs.field(default=0, kw_only=True)
-    """Keys that `pin` keeps from eviction. (These three are 0 if not reported.)"""
-    protected_bytes: int = attrs.field(default=0, kw_only=True)
+    protected_keys: int = attrs.field(
+        default=0, kw_only=True, metadata=gauge("protected_keys", "Keys that pin keeps from eviction")
+    )
+    """This and what follows is 0 if it is not reported."""
+    protected_bytes: int = attrs.field(
+        default=0, kw_only=True, metadata=gauge("pool_protected_bytes", "Space of the pool that these take")
+    )
     """The part of `pinned_bytes` that they take."""
-    expired: int = attrs.field(default=0, kw_only=True)
-    """Keys whose time to live was over."""
+    expired: int = attrs.field(
+        default=0, kw_only=True, metadata=counter("expired_keys", "Keys whose time to live was over")
+    )
 
 
 @attrs.frozen
 class SpinStatistics:
-    """How often the server spun, how often that succeeded, and the total time in s."""
+    """Spinning for fast clients: its cost and success."""
 
-    spins: int
-    hits: int
-    burned_s: float
+    spins: int = attrs.field(
+        metadata=counter("spins", "How often the server spun for the next request of a fast client")
+    )
+    hits: int = attrs.field(metadata=counter("spin_hits", "How often a request arrived while it spun"))
+    burned_s: float = attrs.field(metadata=counter("spin_seconds", "Total time spent spinning"))
 
 
 @attrs.frozen
 class ServerStatistics:
     """The activity of a server since its start. Bytes are payload only."""
 
-    instance: str
-    version: str
-    uptime_s: float
-    connections_open: int
-    connections_total: int
-    connections_refused: int
-    strangers_open: int = attrs.field(default=0, kw_only=True)
-    """Connections that have not completed their hello, not in `connections_open`."""
-    strangers_dropped: int = attrs.field(default=0, kw_only=True)
-    """How many of these were closed for others; 0 if it is not reported."""
-    requests: int
-    errors: int
-    received_bytes: int
-    sent_bytes: int
+    instance: str = attrs.field(metadata=merge(_instance))
+    version: str = attrs.field(metadata=merge(words))
+    uptime_s: float = attrs.field(metadata=gauge("uptime_seconds", "Time since the server started", merge=min))
+    connections_open: int = attrs.field(metadata=gauge("connections_open", "Open connections of clients"))
+    connections_total: int = attrs.field(metadata=counter("connections", "Connections so far, including refused ones"))
+    connections_refused: int = attrs.field(
+        metadata=counter("connections_refused", "Connections refused by --max-connections")
+    )
+    strangers_open: int = attrs.field(
+        default=0,
+        kw_only=True,
+        metadata=gauge("strangers_open", "Connections that have not completed their hello"),
+    )
+    """They are not in `connections_open`."""
+    strangers_dropped: int = attrs.field(
+        default=0,
+        kw_only=True,
+        metadata=counter("strangers_dropped", "Connections closed before their hello to make room for others"),
+    )
+    """0 if it is not reported."""
+    requests: int = attrs.field(metadata=counter())
+    errors: int = attrs.field(
+        metadata=counter("errors", "Requests that were refused, and connections that an error ended")
+    )
+    received_bytes: int = attrs.field(metadata=counter("received_bytes", "Payload received from clients"))
+    sent_bytes: int = attrs.field(metadata=counter("sent_bytes", "Payload sent to clients"))
     spin: SpinStatistics
-    """Spinning for fast clients: its cost and success."""
 
 
 @attrs.frozen
 class OperationStatistics:
     """Requests of one kind, transport and outcome ("ok", or an error's name)."""
 
-    kind: str
-    transport: str
-    outcome: str
-    count: int
-    payload_bytes: int
+    kind: str = attrs.field(metadata=merge(last))
+    transport: str = attrs.field(metadata=merge(last))
+    outcome: str = attrs.field(metadata=merge(last))
+    count: int = attrs.field(metadata=counter("operations", "Requests, by kind, transport and outcome"))
+    payload_bytes: int = attrs.field(
+        metadata=counter("operation_payload_bytes", "Payload of these requests, in either direction")
+    )
     latency_sum_s: float
-    latency_counts: list[int]
+    latency_counts: list[int] = attrs.field(metadata=merge(_buckets))
     """A histogram with the bounds of `LATENCY_BOUNDS_S` and a last bucket above them.
 
     Each request counts in one bucket. A latency is the time from the arrival of a
@@ -225,28 +381,45 @@ class PrefixStatistics:
     In a large store, an estimate from a random sample.
     """
 
-    prefix: str
+    prefix: str = attrs.field(metadata=merge(last))
     keys: int
     payload_bytes: int
-    keys_error: int = 0
+    keys_error: int = attrs.field(default=0, metadata=merge(_error))
     """Two standard errors: 19 of 20 estimates are this close. 0: exact."""
-    payload_error_bytes: int = 0
+    payload_error_bytes: int = attrs.field(default=0, metadata=merge(_error))
     """The same for `payload_bytes`."""
+
+
+MAX_CLIENTS: Final = 256
+MAX_PREFIXES: Final = 64
+
+
+def busiest(clients: Iterable[ClientStatistics]) -> list[ClientStatistics]:
+    """Return the connections that moved the most bytes, the busiest first."""
+    return heapq.nlargest(MAX_CLIENTS, clients, key=lambda client: client.received_bytes + client.sent_bytes)
+
+
+def _numbered(lists: Sequence[list[ArenaStatistics]]) -> list[ArenaStatistics]:
+    return [attrs.evolve(arena, index=index) for index, arena in enumerate(_chained(lists))]
+
+
+def _largest(lists: Sequence[list[PrefixStatistics]]) -> list[PrefixStatistics]:
+    return heapq.nlargest(MAX_PREFIXES, merged_by("prefix")(lists), key=lambda one: one.payload_bytes)
 
 
 @attrs.frozen
 class ServerDetails:
     """Details for operators, which cost more to gather."""
 
-    operations: list[OperationStatistics]
-    clients: list[ClientStatistics]
-    arenas: list[ArenaStatistics]
-    prefixes: list[PrefixStatistics]
-    state: str
+    operations: list[OperationStatistics] = attrs.field(metadata=merge(merged_by("kind", "transport", "outcome")))
+    clients: list[ClientStatistics] = attrs.field(metadata=merge(lambda lists: busiest(_chained(lists))))
+    arenas: list[ArenaStatistics] = attrs.field(metadata=merge(_numbered))
+    prefixes: list[PrefixStatistics] = attrs.field(metadata=merge(_largest))
+    state: str = attrs.field(metadata=merge(lambda states: "draining" if "draining" in states else "serving"))
     """"serving" or "draining"."""
-    max_connections: int | None = None
+    max_connections: int | None = attrs.field(default=None, metadata=merge(_if_all_tell(sum)))
     """The server's limit of connections; None if not reported."""
-    max_pinned_bytes: int | None = None
+    max_pinned_bytes: int | None = attrs.field(default=None, metadata=merge(_if_all_tell(min)))
     """The limit of one connection's leases and reservations; None if not reported."""
 
 
@@ -260,29 +433,32 @@ LATENCY_BOUNDS_S = (
 class TenantStatistics:
     """What one tenant has of a server, and has done there."""
 
-    tenant: str
-    group: str
-    connections: int
-    """How many it has open now."""
-    keys: int
-    used_bytes: int
+    tenant: str = attrs.field(metadata=merge(last))
+    group: str = attrs.field(metadata=merge(last))
+    connections: int = attrs.field(
+        metadata=gauge("tenant_connections_open", "Open connections of a tenant, of at most 256 tenants")
+    )
+    keys: int = attrs.field(metadata=gauge("tenant_keys", "Keys of a tenant"))
+    used_bytes: int = attrs.field(metadata=gauge("tenant_used_bytes", "Space of the pool that a tenant takes"))
     """Space of its blocks and of its unfinished writes."""
-    pinned_bytes: int
-    """What of that cannot be evicted, because it is read, held or being written."""
-    reserved_bytes: int
-    """What its limits reserve for it."""
-    max_bytes: int | None
+    pinned_bytes: int = attrs.field(
+        metadata=gauge("tenant_pinned_bytes", "What of that is read, held or being written")
+    )
+    """It cannot be evicted."""
+    reserved_bytes: int = attrs.field(
+        metadata=gauge("tenant_reserved_bytes", "Space of the pool that is reserved for a tenant")
+    )
+    max_bytes: int | None = attrs.field(metadata=merge(_if_all_tell(sum)))
     """What its limits allow it at most."""
-    hits: int
-    """Keys that its gets found."""
-    misses: int
-    """Keys that its gets did not find."""
-    evicted: int
-    """Its blocks that were evicted."""
-    refused: int
-    """Its connections and requests that were refused."""
-    pauses: int
-    """How often one of its connections was made to wait, because of its rates."""
+    hits: int = attrs.field(metadata=counter("tenant_key_hits", "Keys that gets of a tenant found"))
+    misses: int = attrs.field(metadata=counter("tenant_key_misses", "Keys that gets of a tenant did not find"))
+    evicted: int = attrs.field(metadata=counter("tenant_evicted_blocks", "Blocks of a tenant that were evicted"))
+    refused: int = attrs.field(
+        metadata=counter("tenant_refused", "Connections and requests of a tenant that were refused")
+    )
+    pauses: int = attrs.field(
+        metadata=counter("tenant_pauses", "How often a connection of a tenant had to wait because of its rates")
+    )
 
 
 @attrs.frozen(kw_only=True)
@@ -291,33 +467,41 @@ class DiskStatistics:
 
     path: str
     """Its folder."""
-    state: str
-    """"recovering" until its index is there, then "healthy", "read-only" or "off"."""
+    state: str = attrs.field(
+        metadata=gauge(
+            "disk_state",
+            "1; the state is recovering, healthy, read-only or off",
+            label="state",
+            value=lambda state: {state: 1},
+        )
+    )
+    """"recovering" until its index is there, then one of the others."""
     alarm: str
     """Why it is read-only or off, or has less room than it was given, and what to do;
     else empty."""
     direct: bool
     """Whether it is read and written past the page cache (O_DIRECT)."""
-    capacity_bytes: int
-    """What it may take. It shrinks when the file system is full."""
-    used_bytes: int
-    """What of this holds blocks, those included that were replaced since."""
-    keys: int
+    capacity_bytes: int = attrs.field(metadata=gauge("disk_capacity_bytes", "How much of the disk the store may take"))
+    """It shrinks when the file system is full."""
+    used_bytes: int = attrs.field(metadata=gauge("disk_used_bytes", "How much of it holds blocks"))
+    """Those included that were replaced since."""
+    keys: int = attrs.field(metadata=gauge("disk_keys", "Keys on the disk"))
     index_bytes: int
     """The memory that its index takes."""
-    read_blocks: int
-    """Blocks read into the pool, and verified."""
-    read_bytes: int
-    written_blocks: int
-    """Blocks made durable."""
-    written_bytes: int
-    device_written_bytes: int
-    """All that was written, with padding, tables and snapshots: what wears the disk."""
+    read_blocks: int = attrs.field(metadata=counter("disk_read_blocks", "Blocks read into the pool"))
+    """And verified."""
+    read_bytes: int = attrs.field(metadata=counter("disk_read_bytes", "Bytes of these blocks"))
+    written_blocks: int = attrs.field(metadata=counter("disk_written_blocks", "Blocks made durable"))
+    written_bytes: int = attrs.field(metadata=counter("disk_written_bytes", "Bytes of these blocks"))
+    device_written_bytes: int = attrs.field(
+        metadata=counter(
+            "disk_device_written_bytes", "All bytes written, with padding, tables and snapshots: what wears the disk"
+        )
+    )
     queued_reads: int
     """Reads that have not begun, in pieces of a few MiB."""
     queued_writes: int
-    hung_jobs: int
-    """Reads and writes that are late."""
+    hung_jobs: int = attrs.field(metadata=gauge("disk_hung_jobs", "Reads and writes that are late"))
     damaged_blocks: int
     """Blocks that did not have their checksum."""
     read_errors: int
@@ -328,15 +512,15 @@ class DiskStatistics:
 class DiskTierStatistics:
     """The disks of a store. Counts are since the start, sizes in bytes."""
 
-    disks: list[DiskStatistics]
-    queued_bytes: int
-    """What waits to be written now."""
+    disks: list[DiskStatistics] = attrs.field(metadata=merge(_chained))
+    queued_bytes: int = attrs.field(metadata=gauge("disk_queued_bytes", "What waits to be written to a disk"))
     ageing_bytes: int
     """What was put and is too young to be written."""
     pinned_bytes: int
     """What is pinned in the pool because it is being written."""
-    skipped_blocks: int
-    """Blocks that were not written because too much waited."""
+    skipped_blocks: int = attrs.field(
+        metadata=counter("disk_skipped_blocks", "Blocks not written because too much waited")
+    )
     evicted_blocks: int
     """Blocks that were evicted or replaced before they were written."""
     failed_blocks: int
@@ -344,10 +528,12 @@ class DiskTierStatistics:
     promoted_blocks: int
     """Blocks read into the pool."""
     promoted_bytes: int
-    late_blocks: int
-    """Blocks that were not read because nobody waited for them any more."""
-    no_room_blocks: int
-    """Blocks that were not read because the pool had no room."""
+    late_blocks: int = attrs.field(
+        metadata=counter("disk_late_blocks", "Blocks not read because nobody waited any more")
+    )
+    no_room_blocks: int = attrs.field(
+        metadata=counter("disk_no_room_blocks", "Blocks not read because the pool had no room")
+    )
     prefetch_bytes: int
     """What is still to be read ahead."""
     prefetch_skipped_blocks: int
@@ -379,7 +565,13 @@ class ListedNode:
 class DrainStatistics:
     """How far the last drain on request is. Groups are keys with one hash tag."""
 
-    state: str
+    state: str = attrs.field(
+        metadata=gauge(
+            "cluster_draining",
+            "1 while this server drains on request, or has done so",
+            value=lambda state: int(state != "none"),
+        )
+    )
     """ "none", "draining" or "drained"."""
     groups: int
     """How many are to be moved."""
@@ -388,8 +580,13 @@ class DrainStatistics:
     """Those that were with their new owners already."""
     failed_groups: int
     """Those that could not be moved as a whole."""
-    moved_groups_total: int  # since the server started
-    moved_bytes_total: int
+    moved_groups_total: int = attrs.field(
+        metadata=counter("cluster_moved_groups", "Groups of keys that it has passed on while it drained")
+    )
+    """This and the next one are since the server started."""
+    moved_bytes_total: int = attrs.field(
+        metadata=counter("cluster_moved_bytes", "Bytes of blocks that it has passed on while it drained")
+    )
     size_bytes: int = 0
     """What the blocks to be moved have together."""
     done_bytes: int = 0
@@ -407,21 +604,31 @@ class MembershipStatistics:
     """The URL, without options."""
     node: str
     """The id of the server itself."""
-    registration: str
+    registration: str = attrs.field(
+        metadata=gauge(
+            "cluster_registered",
+            "1 while this server is registered in its cluster, or listed in its file",
+            value=lambda registration: int(registration in ("registered", "listed")),
+        )
+    )
     """ "registering", "registered", "lost", "drained" or "left"; where servers do not
     register, "listed", or "not listed" if the file of the cluster lacks this one.
     """
-    registrations: int
-    """How often it has registered."""
+    registrations: int = attrs.field(metadata=counter("cluster_registrations", "How often it has registered"))
     problem: str
     """What keeps it from being registered or listed; empty if nothing does."""
-    view_age_s: float
-    """For how long nothing has confirmed its view; -1 if it has none."""
+    view_age_s: float = attrs.field(
+        metadata=gauge(
+            "cluster_view_age_seconds", "For how long nothing has confirmed its view of the cluster; -1 without a view"
+        )
+    )
     epoch: int
     """Which view it is; -1 if it has none."""
     copies: int
     purged_revision: int
-    nodes: list[ListedNode]
+    nodes: list[ListedNode] = attrs.field(
+        metadata=gauge("cluster_nodes", "Nodes of the cluster, as this server sees it", value=len)
+    )
     drains: list[str]
     """The ids of nodes that were asked to drain, also of those that have left."""
     drain: DrainStatistics
@@ -432,17 +639,17 @@ class MembershipStatistics:
 class Stats:
     """Transport and reason, the store, and the server if there is one."""
 
-    transport: str
-    transport_reason: str
+    transport: str = attrs.field(metadata=merge(words))
+    transport_reason: str = attrs.field(metadata=merge(lambda reasons: words(reasons, "; ")))
     store: StoreStatistics
-    server: ServerStatistics | None = None
-    details: ServerDetails | None = None
+    server: ServerStatistics | None = attrs.field(default=None, metadata=merge(_if_all_tell(merged)))
+    details: ServerDetails | None = attrs.field(default=None, metadata=merge(_if_all_tell(merged)))
     """Only on request, and only from a server."""
-    disk: DiskTierStatistics | None = None
+    disk: DiskTierStatistics | None = attrs.field(default=None, metadata=merge(_if_any_tells(merged)))
     """None if the store has no disks."""
-    cluster: "ClusterStatistics | None" = None
+    cluster: "ClusterStatistics | None" = attrs.field(default=None, metadata=merge(_untold))
     """Only from a cluster, whose nodes' statistics the other records add up."""
-    drain: DrainStatistics | None = None
+    drain: DrainStatistics | None = attrs.field(default=None, metadata=merge(_untold))
     """Only from a node of a cluster that drains on request, or has done so."""
 
 
@@ -486,129 +693,3 @@ class ClusterStatistics:
     the 65,536 slots that keys fall into, those that have got another owner.
     """
     nodes: list[NodeStatistics]
-
-
-_MOST_CLIENTS: Final = 256
-_MOST_PREFIXES: Final = 64
-
-_Record = TypeVar("_Record", bound=attrs.AttrsInstance)
-
-
-def summed(several: Sequence[Stats]) -> Stats:
-    """Return the statistics of servers, at least one, as those of one store.
-
-    `details` and `server` are there if all servers gave them, `disk` if any did.
-    """
-    servers = [one.server for one in several if one.server is not None]
-    details = [one.details for one in several if one.details is not None]
-    disks = [one.disk for one in several if one.disk is not None]
-    return Stats(
-        transport=_words(one.transport for one in several),
-        transport_reason=_words((one.transport_reason for one in several), separator="; "),
-        store=summed_store([one.store for one in several]),
-        server=_server(servers) if len(servers) == len(several) else None,
-        details=_details(details) if len(details) == len(several) else None,
-        disk=summed_disks(disks) if disks else None,
-    )
-
-
-def _added(records: Sequence[_Record], **others: Any) -> _Record:
-    """Add all fields of these records, except for `others`."""
-    names = [field.name for field in attrs.fields(type(records[0])) if field.name not in others]
-    return type(records[0])(**{name: sum(getattr(one, name) for one in records) for name in names}, **others)
-
-
-def _words(words: Iterable[str], separator: str = ", ") -> str:
-    return separator.join(dict.fromkeys(words))
-
-
-def summed_store(stores: Sequence[StoreStatistics]) -> StoreStatistics:
-    """Return the statistics of stores, at least one, as those of one."""
-    allocators: list[AllocatorStatistics] = [one.allocator for one in stores]
-    evicted: list[EvictionStatistics] = [one.evicted for one in stores]
-    allocator = _added(
-        allocators,
-        name=_words(one.name for one in allocators),
-        unit_bytes=max(one.unit_bytes for one in allocators),
-        largest_free_extent_bytes=max(one.largest_free_extent_bytes for one in allocators),
-    )
-    return _added(stores, evicted=_added(evicted), allocator=allocator)
-
-
-def _server(servers: Sequence[ServerStatistics]) -> ServerStatistics:
-    spins: list[SpinStatistics] = [one.spin for one in servers]
-    return _added(
-        servers,
-        instance=_instance([one.instance for one in servers]),
-        version=_words(one.version for one in servers),
-        uptime_s=min(one.uptime_s for one in servers),
-        spin=_added(spins),
-    )
-
-
-def _instance(instances: Sequence[str]) -> str:
-    """Return a text in the form of an instance that stands for all of these."""
-    if len(instances) == 1:
-        return instances[0]
-    return hashlib.blake2b("\0".join(instances).encode(), digest_size=16).hexdigest()
-
-
-def _details(several: Sequence[ServerDetails]) -> ServerDetails:
-    arenas = chain.from_iterable(one.arenas for one in several)
-    clients = chain.from_iterable(one.clients for one in several)
-    return ServerDetails(
-        operations=_operations(chain.from_iterable(one.operations for one in several)),
-        clients=heapq.nlargest(_MOST_CLIENTS, clients, key=_moved_bytes),
-        arenas=[attrs.evolve(arena, index=index) for index, arena in enumerate(arenas)],
-        prefixes=_prefixes(chain.from_iterable(one.prefixes for one in several)),
-        state="draining" if any(one.state == "draining" for one in several) else "serving",
-        max_connections=_unless_unknown(sum, [one.max_connections for one in several]),
-        max_pinned_bytes=_unless_unknown(min, [one.max_pinned_bytes for one in several]),
-    )
-
-
-def _moved_bytes(client: ClientStatistics) -> int:
-    return client.received_bytes + client.sent_bytes
-
-
-def _unless_unknown(combine: Callable[[list[int]], int], numbers: Sequence[int | None]) -> int | None:
-    known = [number for number in numbers if number is not None]
-    return combine(known) if len(known) == len(numbers) else None
-
-
-def _operations(several: Iterable[OperationStatistics]) -> list[OperationStatistics]:
-    alike: dict[tuple[str, str, str], list[OperationStatistics]] = {}
-    for one in several:
-        alike.setdefault((one.kind, one.transport, one.outcome), []).append(one)
-    return [
-        _added(
-            ones,
-            kind=kind,
-            transport=transport,
-            outcome=outcome,
-            latency_counts=[sum(counts) for counts in zip_longest(*(one.latency_counts for one in ones), fillvalue=0)],
-        )
-        for (kind, transport, outcome), ones in alike.items()
-    ]
-
-
-def _prefixes(several: Iterable[PrefixStatistics]) -> list[PrefixStatistics]:
-    """Add what has the same prefix. Errors of independent samples add as squares."""
-    alike: dict[str, list[PrefixStatistics]] = {}
-    for one in several:
-        alike.setdefault(one.prefix, []).append(one)
-    added = [
-        _added(
-            ones,
-            prefix=prefix,
-            keys_error=math.ceil(math.hypot(*(one.keys_error for one in ones))),
-            payload_error_bytes=math.ceil(math.hypot(*(one.payload_error_bytes for one in ones))),
-        )
-        for prefix, ones in alike.items()
-    ]
-    return heapq.nlargest(_MOST_PREFIXES, added, key=lambda one: one.payload_bytes)
-
-
-def summed_disks(tiers: Sequence[DiskTierStatistics]) -> DiskTierStatistics:
-    """Return the statistics of the disks of stores, at least one, as those of one."""
-    return _added(tiers, disks=[disk for tier in tiers for disk in tier.disks])

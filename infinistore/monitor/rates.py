@@ -12,7 +12,14 @@ from typing import Final, Literal
 
 import attrs
 
-from infinistore.statistics import LATENCY_BOUNDS_S, ClientStatistics, DiskStatistics, OperationStatistics, Stats
+from infinistore.statistics import (
+    LATENCY_BOUNDS_S,
+    ClientStatistics,
+    DiskStatistics,
+    OperationStatistics,
+    Stats,
+    counters,
+)
 
 
 @attrs.frozen
@@ -135,23 +142,18 @@ class DiskRow:
     checksum."""
 
 
-def _counters(stats: Stats) -> Iterator[int]:
-    store, server = stats.store, stats.server
-    yield from (store.hits, store.misses, store.puts, store.put_bytes, store.hit_bytes, store.deleted)
-    yield from (store.checksum_drops, *attrs.astuple(store.evicted))
-    if server is not None:
-        yield from (server.requests, server.errors, server.received_bytes, server.sent_bytes)
-        yield from (server.connections_total, server.connections_refused)
-
-
 def is_restart(before: Stats, now: Stats) -> bool:
     """Whether the server was restarted: another instance, or a decreased counter."""
-    if before.server is not None and now.server is not None:
-        if before.server.instance != now.server.instance or before.server.uptime_s > now.server.uptime_s:
-            return True
-    elif (before.server is None) != (now.server is None):
-        return True
-    return any(new < old for old, new in zip(_counters(before), _counters(now), strict=True))
+    old, new = before.server, now.server
+    if old is None or new is None:
+        return old is not new or _fell(before.store, now.store)
+    return (
+        old.instance != new.instance or old.uptime_s > new.uptime_s or _fell(before.store, now.store) or _fell(old, new)
+    )
+
+
+def _fell(before: attrs.AttrsInstance, now: attrs.AttrsInstance) -> bool:
+    return any(new < old for old, new in zip(counters(before), counters(now), strict=True))
 
 
 def elapsed_s(before: Sample, now: Sample) -> float:

@@ -11,12 +11,11 @@ from rich.text import Text
 from infinistore.monitor import figures
 from infinistore.monitor.controls import Controls
 from infinistore.monitor.lines import Column, Glyphs, line, table
+from infinistore.statistics import TenantStatistics, metric_of
 
-_NUMBERS: Final = (
-    "connections", "keys", "used_bytes", "pinned_bytes", "reserved_bytes", "hits", "misses", "evicted", "refused",
-    "pauses",
-)  # fmt: skip
-_SINCE: Final = ("hits", "misses", "evicted", "refused", "pauses")
+_METRICS: Final = {field.name: metric_of(field) for field in attrs.fields(TenantStatistics)}
+_NUMBERS: Final = [name for name, metric in _METRICS.items() if metric is not None]
+_SINCE: Final = [name for name, metric in _METRICS.items() if metric is not None and metric.kind == "counter"]
 """The figures that only grow, while the server runs."""
 
 

@@ -23,6 +23,7 @@ from infinistore.server.recorder import Recorder
 from infinistore.server.session.handshake import Handshakes
 from infinistore.server.session.session import SessionRegistry
 from infinistore.statistics import (
+    MAX_PREFIXES,
     ArenaStatistics,
     ClientStatistics,
     DiskTierStatistics,
@@ -33,14 +34,13 @@ from infinistore.statistics import (
     ServerStatistics,
     SpinStatistics,
     TenantStatistics,
+    busiest,
 )
 from infinistore.transports.sockets.spin import Spinner
 from infinistore.version import __version__
 
 _T = TypeVar("_T")
 _MAX_ARENAS = 256
-_MAX_CLIENTS = 256
-MAX_PREFIXES = 64
 MAX_SAMPLE_KEYS = 4096
 _MAX_OPERATIONS = 512
 ARENA_PARTS = 128
@@ -65,11 +65,6 @@ async def gather(core: StoreCore, clients: Iterable[ClientStatistics], recorder:
         found_arenas.append(arena(core, index))
         await trio.lowlevel.checkpoint()
     return ServerDetails(operations, found_clients, found_arenas, await prefixes(core), state)
-
-
-def busiest(clients: Iterable[ClientStatistics]) -> list[ClientStatistics]:
-    """Return the connections that moved the most bytes, the busiest first."""
-    return heapq.nlargest(_MAX_CLIENTS, clients, key=lambda client: client.received_bytes + client.sent_bytes)
 
 
 def arena(core: StoreCore, index: int) -> ArenaStatistics:

@@ -40,7 +40,7 @@ from infinistore.server.movers.composed import make_movers
 from infinistore.server.session.session import ServerContext
 from infinistore.server.take_over.memory import Adopting, Whole
 from infinistore.sizes import in_units
-from infinistore.statistics import DiskTierStatistics, StoreStatistics, TenantStatistics, summed_store
+from infinistore.statistics import DiskTierStatistics, StoreStatistics, TenantStatistics, merged
 from infinistore.tenant_limits import DEFAULT_GROUP, TenantLimits, why_no_places
 
 if TYPE_CHECKING:
@@ -230,17 +230,9 @@ class WholeStore(StoreCore):
 
     def statistics(self) -> StoreStatistics:
         """Return the sum of what all tenants have."""
-        allocators = [pool.statistics() for pool in self._pools]
-        allocator = attrs.evolve(
-            allocators[0],
-            arenas=sum(one.arenas for one in allocators),
-            capacity_bytes=sum(one.capacity_bytes for one in allocators),
-            used_bytes=sum(one.used_bytes for one in allocators),
-            extents=sum(one.extents for one in allocators),
-            largest_free_extent_bytes=max(one.largest_free_extent_bytes for one in allocators),
-        )
+        allocator = merged([pool.statistics() for pool in self._pools])
         past = chain.from_iterable(group.past.values() for group in self._groups)
-        total = summed_store([*(store.statistics() for store in self._stores()), *past] or [super().statistics()])
+        total = merged([*(store.statistics() for store in self._stores()), *past] or [super().statistics()])
         return attrs.evolve(
             total, capacity_bytes=allocator.capacity_bytes, used_bytes=allocator.used_bytes,
             arenas=allocator.arenas, allocator=allocator,

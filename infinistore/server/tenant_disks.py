@@ -23,7 +23,7 @@ from infinistore.server.disk import JOBS_END_S, DiskService
 from infinistore.server.environment import Environment
 from infinistore.server.maintenance import purge_incrementally
 from infinistore.server.tenancy import Tenancy, check_disks, disk_parts
-from infinistore.statistics import DiskTierStatistics, summed_disks
+from infinistore.statistics import DiskTierStatistics, merged
 from infinistore.tenant_limits import TenantLimits
 
 _log = logging.getLogger("infinistore.server")
@@ -221,7 +221,7 @@ class TenantDisks:
     def statistics(self) -> DiskTierStatistics | None:
         """Return the figures of all together; None if no tenant has a disk."""
         found = [one.service.statistics() for one in self._open.values()]
-        return summed_disks(found) if found else None
+        return merged(found) if found else None
 
     async def _end(self, tenant: str, service: DiskService) -> None:
         """End the disks of a tenant that is gone, and remove its blocks."""

@@ -20,8 +20,8 @@ from infinistore.errors import InvalidRequest, LimitExceeded
 from infinistore.protocol.codec import pack_u64
 from infinistore.protocol.messages import Get, Keys, MatchPrefix, Put
 from infinistore.server.recorder import OK, Recorder
-from infinistore.server.telemetry import ARENA_PARTS, MAX_PREFIXES, MAX_SAMPLE_KEYS, prefixes
-from infinistore.statistics import LATENCY_BOUNDS_S, OperationStatistics, PrefixStatistics, ServerDetails
+from infinistore.server.telemetry import ARENA_PARTS, MAX_SAMPLE_KEYS, prefixes
+from infinistore.statistics import LATENCY_BOUNDS_S, MAX_PREFIXES, OperationStatistics, PrefixStatistics, ServerDetails
 from tests.server.running import KIB, MIB, POOL_BYTES, RunningServer, make_config, running_server
 
 CHECKSUM_BYTES = 8

@@ -7,7 +7,7 @@ import attrs
 from prometheus_client.parser import text_string_to_metric_families
 
 from infinistore.protocol.codec import statistics_from_tree, statistics_to_tree
-from infinistore.server.management.metrics import METRICS, render
+from infinistore.server.management.metrics import METRICS, Snapshot, render
 from infinistore.server.shards.management import (
     merge_clients,
     merge_metrics,
@@ -29,9 +29,7 @@ async def scrape(path: str, **store: Any) -> bytes:
         5,
     )
     tenants = [TenantStatistics(tenant="ann", group="team", max_bytes=None, pauses=1, **figures)]
-    return await render(
-        make_server(), make_store(**store), [operation], "serving", disks, cluster=cluster, tenants=tenants
-    )
+    return await render(Snapshot(make_server(), make_store(**store), [operation], "serving", disks, cluster, tenants))
 
 
 async def test_metrics_of_all_shards_are_there_once_described_and_with_their_shard() -> None:

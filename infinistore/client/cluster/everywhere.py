@@ -26,7 +26,7 @@ from infinistore.cluster.membership import NodeState
 from infinistore.cluster.placement import still_finds
 from infinistore.errors import StoreUnavailable
 from infinistore.protocol.messages import StoreRequest
-from infinistore.statistics import ClusterStatistics, NodeStatistics, Stats, summed
+from infinistore.statistics import ClusterStatistics, NodeStatistics, Stats, merged
 
 _T = TypeVar("_T")
 _WAIT_SHARE: Final = 0.5
@@ -111,7 +111,7 @@ async def statistics(call: CallInView, request: GetStatistics) -> Stats:
     ]
     counters = call.counters
     return attrs.evolve(
-        summed(found),
+        merged(found),
         transport_reason="; ".join(f"{node.id}: {node.stats.transport_reason}" for node in nodes if node.stats),
         cluster=ClusterStatistics(
             epoch=view.epoch,

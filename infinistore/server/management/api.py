@@ -22,7 +22,7 @@ from infinistore.config import ServerConfig
 from infinistore.errors import DiskFailed
 from infinistore.server.maintenance import evict_incrementally
 from infinistore.server.management.http import Application
-from infinistore.server.management.metrics import METRICS_MEDIA_TYPE, render
+from infinistore.server.management.metrics import METRICS_MEDIA_TYPE, Snapshot, render
 from infinistore.server.management.operations import (
     REFUSED,
     Access,
@@ -159,13 +159,13 @@ class Management:
         """What Prometheus scrapes."""
         server = self.there
         telemetry = server.telemetry
-        text = await render(
+        snapshot = Snapshot(
             *(telemetry.statistics(), server.core.statistics(), telemetry.operations(), telemetry.state),
-            telemetry.disk(),
+            disk=telemetry.disk(),
             cluster=None if telemetry.cluster is None else telemetry.cluster(),
             tenants=await telemetry.of_tenants(),
         )
-        return Response(text, media_type=METRICS_MEDIA_TYPE)
+        return Response(await render(snapshot), media_type=METRICS_MEDIA_TYPE)
 
     async def reload(self, request: Request) -> Response:
         """Read again what SIGHUP does."""

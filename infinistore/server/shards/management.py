@@ -8,15 +8,13 @@ merged answers, but a request that changes the store fails unless all have done 
 
 import json
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any, Final
+from typing import Any, Final, Literal, TypeAlias
 
 import attrs
 import h11
 import trio
-from prometheus_client import CollectorRegistry, generate_latest
-from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from starlette.exceptions import HTTPException
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
@@ -26,11 +24,11 @@ from infinistore.protocol.codec import statistics_from_tree, statistics_to_tree
 from infinistore.protocol.messages import Tree
 from infinistore.server.management import api
 from infinistore.server.management.http import Application
-from infinistore.server.management.metrics import METRICS_MEDIA_TYPE
+from infinistore.server.management.metrics import METRICS_MEDIA_TYPE, Described, text_of
 from infinistore.server.management.operations import Access, Operation, Schema, application_of, exactly
 from infinistore.server.security import Reloads
 from infinistore.server.shards.fleet import Fleet, ShardState
-from infinistore.statistics import Stats, summed
+from infinistore.statistics import ClientStatistics, Stats, TenantStatistics, busiest, merged, merged_by
 from infinistore.transports.sockets.trio_streams import connect_unix
 
 _RECEIVE_BYTES: Final = 64 * 1024
@@ -80,7 +78,6 @@ async def _ask(path: Path, method: str, target: str, headers: Mapping[str, str],
         stream.close()
 
 
-_MOST_CLIENTS: Final = 256
 _SAMPLE: Final = re.compile(rb"([a-zA-Z_:][a-zA-Z0-9_:]*)(\{)?")
 
 
@@ -117,7 +114,7 @@ def merge_statistics(trees: Mapping[int, Tree]) -> Tree:
     found = {shard: statistics_from_tree(tree) for shard, tree in trees.items()}
     if not found:
         return Tree({"shards": []})
-    both = summed([Stats("", "", one.store, one.server, one.details, one.disk) for one in found.values()])
+    both = merged([Stats("", "", one.store, one.server, one.details, one.disk) for one in found.values()])
     assert both.server is not None
     tree = statistics_to_tree(both.server, both.store, both.details, both.disk)
     return Tree(
@@ -140,20 +137,14 @@ def merge_clients(answers: Mapping[int, Mapping[str, Any]]) -> list[dict[str, An
     """Return the connections to all shards; of many, those that moved the most
     bytes.
     """
-    clients = [client for answer in answers.values() for client in answer["clients"]]
-    clients.sort(key=lambda client: client["received_bytes"] + client["sent_bytes"], reverse=True)
-    return clients[:_MOST_CLIENTS]
+    clients = busiest(ClientStatistics(**client) for answer in answers.values() for client in answer["clients"])
+    return list(map(attrs.asdict, clients))
 
 
 def merge_tenants(answers: Mapping[int, Mapping[str, Any]]) -> list[dict[str, Any]]:
     """Return the tenants of all shards, their figures and limits added up."""
-    found: dict[str, dict[str, Any]] = {}
-    for answer in answers.values():
-        for tenant in answer["tenants"]:
-            before = found.get(tenant["tenant"], {})
-            added = {name: one + tenant[name] for name, one in before.items() if isinstance(one, int)}
-            found[tenant["tenant"]] = tenant | added
-    return list(found.values())
+    told = [[TenantStatistics(**tenant) for tenant in answer["tenants"]] for answer in answers.values()]
+    return list(map(attrs.asdict, merged_by("tenant")(told)))
 
 
 def merge_selftests(answers: Mapping[int, Mapping[str, Any]], count: int) -> dict[str, Any]:
@@ -186,12 +177,33 @@ _DONE_S: Final = 25.0
 """How long it has to do something."""
 _FORWARDED: Final = ("authorization", "content-type")
 
-SHARD_METRICS: Final = {
-    "infinistore_shard_up": "1 while the shard serves, 0 while it does not",
-    "infinistore_shard_restarts_total": "How often the shard was started again after it had ended",
-    "infinistore_shard_hangs_total": "How often the shard was killed because its event loop hung",
-}
-"""The metrics of the supervisor, with the label `shard`, and what they are."""
+
+_Number: TypeAlias = Callable[[ShardState, bool], int]
+"""Reads a number of a shard, which has answered or not."""
+
+
+def _metric(name: str, kind: Literal["counter", "gauge"], help_text: str, number: _Number) -> Described:
+    return Described(
+        f"infinistore_shard_{name}", kind, help_text, ("shard",),
+        lambda shards: [((str(shard.index),), number(shard, answered)) for shard, answered in shards],
+    )  # fmt: skip
+
+
+SHARD_METRICS: Final = (
+    _metric(
+        "up", "gauge", "1 while the shard serves, 0 while it does not",
+        lambda shard, answered: int(shard.serves and answered),
+    ),
+    _metric(
+        "restarts_total", "counter", "How often the shard was started again after it had ended",
+        lambda shard, _: shard.restarts,
+    ),
+    _metric(
+        "hangs_total", "counter", "How often the shard was killed because its event loop hung",
+        lambda shard, _: shard.hangs,
+    ),
+)  # fmt: skip
+"""The metrics of the supervisor."""
 
 
 class ShardsManagement:
@@ -247,8 +259,9 @@ class ShardsManagement:
         """
         answers = await self._ask(request, _ANSWER_S)
         found = {shard: answer.body for shard, answer in answers.items() if answer.status == 200}
-        text = _own_metrics(self._fleet.shards, answering=set(found)) + merge_metrics(found)
-        return Response(text, media_type=METRICS_MEDIA_TYPE)
+        shards = [(shard, shard.index in found) for shard in self._fleet.shards]
+        own = text_of([metric.family(metric.read(shards)) for metric in SHARD_METRICS])
+        return Response(own + merge_metrics(found), media_type=METRICS_MEDIA_TYPE)
 
     async def selftest(self, request: Request) -> Response:
         """The self-test of each shard, at once."""
@@ -331,29 +344,6 @@ class ShardsManagement:
 def _refusal(answer: _Answer) -> HTTPException:
     said: Mapping[str, str] = json.loads(answer.body)
     return HTTPException(answer.status, said["error"])
-
-
-def _own_metrics(shards: Sequence[ShardState], *, answering: set[int]) -> bytes:
-    up_name, restarts_name, hangs_name = SHARD_METRICS
-    up = GaugeMetricFamily(up_name, SHARD_METRICS[up_name], labels=["shard"])
-    restarts = CounterMetricFamily(restarts_name, SHARD_METRICS[restarts_name], labels=["shard"])
-    hangs = CounterMetricFamily(hangs_name, SHARD_METRICS[hangs_name], labels=["shard"])
-    for shard in shards:
-        up.add_metric([str(shard.index)], int(shard.serves and shard.index in answering))
-        restarts.add_metric([str(shard.index)], shard.restarts)
-        hangs.add_metric([str(shard.index)], shard.hangs)
-    return generate_latest(_Some([up, restarts, hangs]))
-
-
-class _Some(CollectorRegistry):
-    """A registry of these metrics, while they are being formatted."""
-
-    def __init__(self, metrics: list[Metric]) -> None:
-        super().__init__()
-        self._metrics = metrics
-
-    def collect(self) -> Any:
-        return iter(self._metrics)
 
 
 _HANDLERS: Final = {
