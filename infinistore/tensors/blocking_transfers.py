@@ -22,7 +22,6 @@ from infinistore.tensors.devices import (
     Problem,
     Staging,
     Transfer,
-    any_on_device,
     batch_of,
     copy_in,
     copy_out,
@@ -45,7 +44,7 @@ def put_blocks(store: "BlockingStore", batch: Sequence[Transfer], staging: Stagi
         with suppress(DeviceMemoryUnreachable):  # nothing was stored
             store.put_batch(direct, ttl_s=ttl_s)
             return
-    if any_on_device(batch) and pin_pool(store, batch):
+    if any(transfer.copies for transfer in batch) and pin_pool(store, batch):
         with suppress(LimitExceeded):  # the pool does not take so much at once
             _put_in_place(store, batch, ttl_s)
             return
@@ -62,7 +61,7 @@ def get_blocks(store: "BlockingStore", batch: Sequence[Transfer], staging: Stagi
     if (direct := direct_batch(store, batch)) is not None:
         with suppress(DeviceMemoryUnreachable), longer_blocks_refused():
             return problems(batch, store.get_batch_into(direct))
-    if any_on_device(batch) and pin_pool(store, batch):
+    if any(transfer.copies for transfer in batch) and pin_pool(store, batch):
         return _get_in_place(store, batch)
     found = targets(batch, staging)
     with longer_blocks_refused():

@@ -1,10 +1,9 @@
-"""Copies of blocks between a tensor and the memory of this process: the interface, the
-CPU's copies and a GPU's.
+"""Copies of blocks between a tensor on a GPU and the memory of this process.
 
 Adjacent blocks are merged, so that the cost of a copy depends on the number of pieces
 of memory, not on the number of blocks.
 
-On a GPU, copies run on streams of their own, concurrently with the computation. Events
+Copies run on streams of their own, concurrently with the computation. Events
 order them: a copy begins when the earlier work of the computing stream is done. Several
 pieces of memory take one call to the driver (`cudaMemcpyBatchAsync`, through
 cuda-bindings). Without that call, the GPU first gathers blocks that are scattered over
@@ -19,7 +18,6 @@ The calls to the driver are in `cuda_runtime`. All decisions are here, and are t
 without a GPU.
 """
 
-import ctypes
 import threading
 from collections.abc import Generator, Sequence
 from contextlib import AbstractContextManager, contextmanager
@@ -35,36 +33,6 @@ if TYPE_CHECKING:
 
 
 _Numbers = NDArray[np.int64]
-
-
-class DeviceCopies(Protocol):
-    """Copies between tensors on one kind of device and the memory of this process.
-
-    Any thread may call.
-    """
-
-    def mark(self, tensor: "torch.Tensor") -> Any:
-        """Return an event after the earlier work of the device on the tensor.
-
-        Called by the thread that computes.
-        """
-
-    def to_host(self, blocks: TensorBlocks, targets: Sequence[memoryview], after: Any) -> None:
-        """Copy the blocks into memory, one target for each, after the event `after`.
-
-        When this returns or raises, nobody reads the tensor or writes to the targets
-        any more.
-        """
-
-    def to_device(self, sources: Sequence[memoryview], blocks: TensorBlocks, after: Any) -> None:
-        """Copy memory into the blocks, one source for each, after the event `after`.
-
-        When this returns or raises, nobody reads the sources or writes to the tensor
-        any more.
-        """
-
-    def host_memory(self, length: int) -> "torch.Tensor":
-        """Allocate host memory that suits the device: uint8, `length` bytes."""
 
 
 class Pieces(NamedTuple):
@@ -94,50 +62,6 @@ def addresses_of(views: Sequence[memoryview]) -> _Numbers:
     """Return the address of each view. It does not keep the views alive."""
     found = [np.frombuffer(view, np.uint8).__array_interface__["data"][0] for view in views]
     return np.array(found, np.int64)
-
-
-class CpuCopies:
-    """Tensors on the CPU. The interpreter's lock is free while bytes are copied."""
-
-    def mark(self, tensor: "torch.Tensor") -> None:
-        """The CPU has done what it was told."""
-
-    def to_host(self, blocks: TensorBlocks, targets: Sequence[memoryview], after: None = None) -> None:
-        """Copy the blocks into memory."""
-        tensor, starts = (blocks.tensor, blocks.starts) if blocks.starts is not None else _gathered(blocks)
-        _move(addresses_of(targets), _addresses_in(tensor, starts), blocks.block_bytes)
-
-    def to_device(self, sources: Sequence[memoryview], blocks: TensorBlocks, after: None = None) -> None:
-        """Copy memory into the blocks."""
-        if blocks.starts is not None:
-            _move(_addresses_in(blocks.tensor, blocks.starts), addresses_of(sources), blocks.block_bytes)
-            return
-        rows = blocks.new_rows()
-        _move(_addresses_in(rows, _row_starts(blocks)), addresses_of(sources), blocks.block_bytes)
-        blocks.scatter(rows)
-
-    def host_memory(self, length: int) -> "torch.Tensor":
-        """Make memory."""
-        import torch
-
-        return torch.empty(length, dtype=torch.uint8, device="cpu")
-
-
-def _gathered(blocks: TensorBlocks) -> "tuple[torch.Tensor, Sequence[int]]":
-    return blocks.gather(), _row_starts(blocks)
-
-
-def _row_starts(blocks: TensorBlocks) -> Sequence[int]:
-    return range(0, blocks.total_bytes, blocks.block_bytes)
-
-
-def _addresses_in(tensor: "torch.Tensor", starts: Sequence[int]) -> _Numbers:
-    return np.array(starts, np.int64) + tensor.untyped_storage().data_ptr()
-
-
-def _move(targets: _Numbers, sources: _Numbers, size: int) -> None:
-    for target, source, count in zip(*merge(targets, sources, size), strict=True):
-        ctypes.memmove(target, source, count)
 
 
 _FEW = 4
@@ -211,7 +135,10 @@ class _Registered(NamedTuple):
 
 
 class CudaCopies:
-    """Copies for tensors on GPUs. One per store: memory can be registered only once."""
+    """Copies for tensors on GPUs. One per store: memory can be registered only once.
+
+    Any thread may call.
+    """
 
     def __init__(self, runtime: Runtime) -> None:
         self._runtime = runtime
@@ -222,7 +149,10 @@ class CudaCopies:
         self._copying = 0
 
     def mark(self, tensor: "torch.Tensor") -> Any:
-        """Return an event after this thread's earlier work on the tensor's device."""
+        """Return an event after this thread's earlier work on the tensor's device.
+
+        Called by the thread that computes.
+        """
         return self._runtime.record(tensor.device)
 
     def wait(self, after: Any) -> None:
@@ -230,11 +160,15 @@ class CudaCopies:
         self._runtime.wait(after)
 
     def host_memory(self, length: int) -> "torch.Tensor":
-        """Make pinned memory."""
+        """Make pinned memory: uint8, `length` bytes."""
         return self._runtime.pinned(length)
 
     def to_host(self, blocks: TensorBlocks, targets: Sequence[memoryview], after: Any) -> None:
-        """Copy the blocks into memory."""
+        """Copy the blocks into memory, one target for each, after the event `after`.
+
+        When this returns or raises, nobody reads the tensor or writes to the targets
+        any more.
+        """
         with self._ordered(blocks.tensor.device, after, to_host=True) as stream:
             there = addresses_of(targets)
             if blocks.starts is not None:
@@ -249,7 +183,11 @@ class CudaCopies:
             self._runtime.finish(stream)  # before `gathered` goes
 
     def to_device(self, sources: Sequence[memoryview], blocks: TensorBlocks, after: Any) -> None:
-        """Copy memory into the blocks."""
+        """Copy memory into the blocks, one source for each, after the event `after`.
+
+        When this returns or raises, nobody reads the sources or writes to the tensor
+        any more.
+        """
         with self._ordered(blocks.tensor.device, after, to_host=False) as stream:
             there = self._where_pinned(addresses_of(sources))
             if blocks.starts is not None:

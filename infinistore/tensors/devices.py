@@ -21,7 +21,7 @@ from infinistore.client.extension import Batch, DeviceBatch, DeviceMemory, in_th
 from infinistore.errors import BufferTooSmall
 from infinistore.kept_errors import KeptError
 from infinistore.sizes import in_units
-from infinistore.tensors.copies import CpuCopies, CudaCopies, DeviceCopies, MappedArena
+from infinistore.tensors.copies import CudaCopies, MappedArena
 from infinistore.tensors.cuda_runtime import TorchCuda, cuda_bindings
 from infinistore.tensors.errors import BlockSizeMismatch, BlocksMissing
 from infinistore.tensors.tensor_blocks import TensorBlocks, bytes_of_storage
@@ -38,16 +38,13 @@ _T = TypeVar("_T")
 
 @attrs.frozen(eq=False)
 class Transfer:
-    """Blocks, how they are copied, and the event that must come first."""
+    """Blocks; for a tensor that this process cannot access, how they are copied, and
+    the event that must come first.
+    """
 
     blocks: TensorBlocks
-    copies: DeviceCopies
-    after: Any
-
-    @property
-    def on_device(self) -> bool:
-        """Whether this process cannot access the tensor's memory."""
-        return not isinstance(self.copies, CpuCopies)
+    copies: CudaCopies | None
+    after: Any = None
 
 
 def make_transfer(store: "BlockingStore | AsyncStore", blocks: TensorBlocks) -> Transfer:
@@ -56,7 +53,7 @@ def make_transfer(store: "BlockingStore | AsyncStore", blocks: TensorBlocks) -> 
     The copy waits for the work that this thread has queued so far.
     """
     copies = copies_for(store, blocks.tensor)
-    return Transfer(blocks, copies, copies.mark(blocks.tensor))
+    return Transfer(blocks, copies, None if copies is None else copies.mark(blocks.tensor))
 
 
 async def beside_loop(batch: Sequence[Transfer], work: Callable[[], _T]) -> _T:
@@ -64,14 +61,9 @@ async def beside_loop(batch: Sequence[Transfer], work: Callable[[], _T]) -> _T:
 
     Other work takes less time than a thread.
     """
-    if any(transfer.on_device or transfer.blocks.starts is None for transfer in batch):
+    if any(transfer.copies or transfer.blocks.starts is None for transfer in batch):
         return await in_thread(work)
     return work()
-
-
-def any_on_device(batch: Sequence[Transfer]) -> bool:
-    """Tell whether this process cannot access the memory of one of the tensors."""
-    return any(transfer.on_device for transfer in batch)
 
 
 def pin_pool(store: "BlockingStore | AsyncStore", batch: Sequence[Transfer]) -> bool:
@@ -79,14 +71,12 @@ def pin_pool(store: "BlockingStore | AsyncStore", batch: Sequence[Transfer]) -> 
 
     Returns False if the pool is not mapped into this process.
     """
-    on_device = next(transfer for transfer in batch if transfer.on_device)
-    assert isinstance(on_device.copies, CudaCopies)  # all devices of a store have the same copies
     arenas = [MappedArena(*arena) for arena in store.mapped_arenas()]
-    on_device.copies.use_pool(arenas, on_device.blocks.tensor.device)
+    copies, device = next((one.copies, one.blocks.tensor.device) for one in batch if one.copies)
+    copies.use_pool(arenas, device)  # all devices of a store have the same copies
     return bool(arenas)
 
 
-_CPU = CpuCopies()
 # The memory of a store's pool can be registered only once in a process, whoever copies
 # from and to it.
 _CUDA: "WeakKeyDictionary[BlockingStore | AsyncStore, CudaCopies]" = WeakKeyDictionary()
@@ -102,10 +92,12 @@ def _after_fork_in_child() -> None:
 os.register_at_fork(after_in_child=_after_fork_in_child)
 
 
-def copies_for(store: "BlockingStore | AsyncStore", tensor: "torch.Tensor") -> DeviceCopies:
-    """Return what copies the blocks of this tensor: one engine for each store."""
+def copies_for(store: "BlockingStore | AsyncStore", tensor: "torch.Tensor") -> CudaCopies | None:
+    """Return what copies the blocks of a tensor on a device: one engine for each store.
+    None for the CPU.
+    """
     if tensor.is_cpu:
-        return _CPU
+        return None
     with _cuda_lock:
         copies = _CUDA.get(store)
         if copies is None:
@@ -126,22 +118,25 @@ class Staging:
         self._memory: torch.Tensor | None = None
         self._registration: Registration | None = None
 
-    def rows(self, transfers: Sequence[Transfer]) -> "list[torch.Tensor]":
-        """Return memory for the blocks of each transfer: uint8, one row for each block.
+    def rows(self, batch: Sequence[Transfer]) -> "list[torch.Tensor | None]":
+        """Return memory for the blocks of each transfer of a tensor on a device: uint8,
+        one row for each block. Of others, None.
 
         It is valid until the next call.
         """
-        if not transfers:
-            return []
-        total_bytes = max(1, sum(transfer.blocks.total_bytes for transfer in transfers))
-        if self._memory is None or self._memory.numel() < total_bytes:
-            self.close()
-            self._memory = transfers[0].copies.host_memory(total_bytes)
-            if self._store is not None:
-                self._registration = self._store.register(self._memory)
-        found: list[torch.Tensor] = []
+        total_bytes = max(1, sum(one.blocks.total_bytes for one in batch if one.copies))
+        found: list[torch.Tensor | None] = []
         first = 0
-        for blocks in (transfer.blocks for transfer in transfers):
+        for transfer in batch:
+            if transfer.copies is None:
+                found.append(None)
+                continue
+            if self._memory is None or self._memory.numel() < total_bytes:
+                self.close()
+                self._memory = transfer.copies.host_memory(total_bytes)
+                if self._store is not None:
+                    self._registration = self._store.register(self._memory)
+            blocks = transfer.blocks
             part = self._memory[first : first + blocks.total_bytes]
             found.append(part.view(len(blocks.keys), blocks.block_bytes))
             first += blocks.total_bytes
@@ -160,7 +155,7 @@ def direct_batch(store: "BlockingStore | AsyncStore", batch: Sequence[Transfer])
     waits: list[tuple[CudaCopies, object]] = []
     for transfer in batch:
         tensor, starts = transfer.blocks.tensor, transfer.blocks.starts
-        if not isinstance(transfer.copies, CudaCopies) or starts is None:
+        if transfer.copies is None or starts is None:
             return None
         first, size, ordinal = (
             tensor.untyped_storage().data_ptr(),
@@ -188,20 +183,30 @@ Problem: TypeAlias = KeptError | None
 
 
 def copy_out(batch: Sequence[Transfer], views: Sequence[memoryview]) -> None:
-    """Copy the blocks of devices into views of the pool."""
+    """Copy the blocks of all tensors into views of the pool."""
     for transfer, part in zip(batch, _parts(batch, views), strict=True):
-        transfer.copies.to_host(transfer.blocks, part, transfer.after)
+        if transfer.copies is not None:
+            transfer.copies.to_host(transfer.blocks, part, transfer.after)
+        else:
+            _copy(_contents(transfer.blocks), part)
 
 
 def copy_in(batch: Sequence[Transfer], views: Sequence[memoryview | None]) -> list[Problem]:
-    """Copy views of the pool into the blocks of devices; None is a missing block."""
+    """Copy views of the pool into the blocks of all tensors; None is a missing one."""
     # In a function of its own: a view that a variable holds when the lease is left
     # counts as in use.
     found: list[Problem] = []
     for transfer, part in zip(batch, _parts(batch, views), strict=True):
-        problem = _find_problem(transfer.blocks, [None if view is None else len(view) for view in part])
-        if problem is None:
-            transfer.copies.to_device([view for view in part if view is not None], transfer.blocks, transfer.after)
+        blocks, there = transfer.blocks, [view for view in part if view is not None]
+        problem = _find_problem(blocks, [None if view is None else len(view) for view in part])
+        if problem is None and transfer.copies is not None:
+            transfer.copies.to_device(there, blocks, transfer.after)
+        elif problem is None and blocks.starts is not None:
+            _copy(there, _in_place(blocks))
+        elif problem is None:
+            rows = blocks.new_rows()
+            _copy(there, _rows(rows))
+            blocks.scatter(rows)
         found.append(problem)
     return found
 
@@ -211,41 +216,32 @@ def sources(batch: Sequence[Transfer], staging: Staging) -> Batch:
 
     Blocks that this process cannot read in place are copied first.
     """
-    rows = staging.rows([transfer for transfer in batch if transfer.on_device])
-    keys: list[str] = []
-    found: list[memoryview] = []
-    for transfer in batch:
+    found = Batch([], [])
+    for transfer, rows in zip(batch, staging.rows(batch), strict=True):
         blocks = transfer.blocks
-        if transfer.on_device:
-            views = _rows(rows.pop(0))
+        if transfer.copies is not None and rows is not None:
+            views = _rows(rows)
             transfer.copies.to_host(blocks, views, transfer.after)
-        elif blocks.starts is not None:
-            views = _views(bytes_of_storage(blocks.tensor), blocks.starts, blocks.block_bytes)
         else:
-            views = _rows(blocks.gather())
-        keys += blocks.keys
-        found += views
-    return Batch(keys, found)
+            views = _contents(blocks)
+        found.keys.extend(blocks.keys)
+        found.views.extend(views)
+    return found
 
 
 class Target:
     """Where the blocks of one tensor are read to: in place, or into `beside` first."""
 
     def __init__(self, transfer: Transfer, beside: "torch.Tensor | None") -> None:
-        blocks = transfer.blocks
         self.transfer = transfer
         self.beside = beside
-        if beside is None:
-            assert blocks.starts is not None
-            self.views = _views(bytes_of_storage(blocks.tensor), blocks.starts, blocks.block_bytes)
-        else:
-            self.views = _rows(beside)
+        self.views = _in_place(transfer.blocks) if beside is None else _rows(beside)
 
     def finish(self, lengths: Sequence[int | None]) -> Problem:
         """Copy what was read into the tensor, unless something is wrong with it."""
         transfer = self.transfer
         problem = _find_problem(transfer.blocks, lengths)
-        if problem is None and transfer.on_device:
+        if problem is None and transfer.copies is not None:
             transfer.copies.to_device(self.views, transfer.blocks, transfer.after)
         elif problem is None and self.beside is not None:
             transfer.blocks.scatter(self.beside)
@@ -254,15 +250,10 @@ class Target:
 
 def targets(batch: Sequence[Transfer], staging: Staging) -> list[Target]:
     """Return where to read the blocks of each tensor."""
-    rows = staging.rows([transfer for transfer in batch if transfer.on_device])
     found: list[Target] = []
-    for transfer in batch:
-        beside: torch.Tensor | None = None
-        if transfer.on_device:
-            beside = rows.pop(0)
-        elif transfer.blocks.starts is None:
-            beside = transfer.blocks.new_rows()
-        found.append(Target(transfer, beside))
+    for transfer, rows in zip(batch, staging.rows(batch), strict=True):
+        scattered = transfer.copies is None and transfer.blocks.starts is None
+        found.append(Target(transfer, transfer.blocks.new_rows() if scattered else rows))
     return found
 
 
@@ -318,6 +309,21 @@ def _parts(batch: Sequence[Transfer], items: Sequence[_T]) -> Iterator[Sequence[
         count = len(transfer.blocks.keys)
         yield items[first : first + count]
         first += count
+
+
+def _contents(blocks: TensorBlocks) -> list[memoryview]:
+    """Return the blocks of a tensor on the CPU, in place if each is contiguous."""
+    return _rows(blocks.gather()) if blocks.starts is None else _in_place(blocks)
+
+
+def _in_place(blocks: TensorBlocks) -> list[memoryview]:
+    assert blocks.starts is not None
+    return _views(bytes_of_storage(blocks.tensor), blocks.starts, blocks.block_bytes)
+
+
+def _copy(sources: Sequence[memoryview], targets: Sequence[memoryview]) -> None:
+    for source, target in zip(sources, targets, strict=True):
+        target[:] = source
 
 
 def _rows(rows: "torch.Tensor") -> list[memoryview]:

@@ -21,7 +21,6 @@ from infinistore.tensors.devices import (
     Problem,
     Staging,
     Transfer,
-    any_on_device,
     batch_of,
     beside_loop,
     copy_in,
@@ -47,7 +46,7 @@ async def put_blocks(
         with suppress(DeviceMemoryUnreachable):  # nothing was stored
             await store.put_batch(direct, ttl_s=ttl_s)
             return
-    if any_on_device(batch) and await beside_loop(batch, lambda: pin_pool(store, batch)):
+    if any(transfer.copies for transfer in batch) and await beside_loop(batch, lambda: pin_pool(store, batch)):
         with suppress(LimitExceeded):  # the pool does not take so much at once
             await _put_in_place(store, batch, ttl_s)
             return
@@ -64,7 +63,7 @@ async def get_blocks(store: "AsyncStore", batch: Sequence[Transfer], staging: St
     if (direct := direct_batch(store, batch)) is not None:
         with suppress(DeviceMemoryUnreachable), longer_blocks_refused():
             return problems(batch, await store.get_batch_into(direct))
-    if any_on_device(batch) and await beside_loop(batch, lambda: pin_pool(store, batch)):
+    if any(transfer.copies for transfer in batch) and await beside_loop(batch, lambda: pin_pool(store, batch)):
         return await _get_in_place(store, batch)
     found = await beside_loop(batch, lambda: targets(batch, staging))
     with longer_blocks_refused():

@@ -15,9 +15,7 @@ from hypothesis import strategies as st
 
 from infinistore.core.arena import Arena, Mapping, create_arena
 from infinistore.tensors.copies import (
-    CpuCopies,
     CudaCopies,
-    DeviceCopies,
     MappedArena,
     Pieces,
     Runtime,
@@ -31,9 +29,9 @@ from tests.tensors.fake_cuda import FakeCuda, FakeStream, PyTorchCopies
 CPU = torch.device("cpu")
 
 
-def engines() -> list[DeviceCopies]:
+def engines() -> list[CudaCopies]:
     cuda: list[Runtime] = [FakeCuda(batches=True), FakeCuda(batches=False), PyTorchCopies()]
-    return [CpuCopies(), *map(CudaCopies, cuda)]
+    return list(map(CudaCopies, cuda))
 
 
 def named(offsets: Sequence[int]) -> list[tuple[str, int]]:

@@ -23,7 +23,9 @@ from infinistore.tensors import (
     read_blocks,
     write_blocks,
 )
+from infinistore.tensors.blocking_transfers import get_blocks
 from infinistore.tensors.copies import CudaCopies, MappedArena
+from infinistore.tensors.tensor_blocks import blocks_to_read
 from tests.bad_days.servers import ServerHere
 from tests.tensors.conftest import GatedStore, open_kind
 from tests.tensors.contents import as_bytes, random_bytes
@@ -135,6 +137,31 @@ def test_layers_are_loaded(any_store: BlockingStore, cuda: FakeCuda, tensor: tor
             for layer in ("short", "long"):
                 with pytest.raises(BlockSizeMismatch, match=f"'{layer}'"):
                     loader.wait(layer)
+
+
+def test_tensors_of_the_device_and_of_the_host_go_in_one_batch(
+    any_store: BlockingStore, cuda: FakeCuda, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    on_device, there, scattered = random_bytes(16, BLOCK), random_bytes(16, BLOCK), random_bytes(BLOCK, 16).T
+    made = devices.copies_for
+    layers = {"device": on_device, "host": there, "scattered": scattered}
+    backs = {name: torch.zeros_like(layer) for name, layer in layers.items()}
+    of_device = {id(on_device), id(backs["device"])}
+    monkeypatch.setattr(devices, "copies_for", lambda s, tensor: made(s, tensor) if id(tensor) in of_device else None)
+    blocks = {name: [(f"{name} {key}", offset) for key, offset in NAMED] for name in layers}
+    for _ in range(2):  # once before the pool is known, once after
+        with LayerWriter(any_store, linger_s=60.0) as writer:
+            for name, layer in layers.items():
+                writer.write(layer, blocks[name], BLOCK)
+            writer.flush()
+            assert writer.statistics().puts == 1
+    put = [(blocks[name], backs[name]) for name in layers]
+    transfers = [devices.make_transfer(any_store, blocks_to_read(back, named, BLOCK)) for named, back in put]
+    assert get_blocks(any_store, transfers, devices.Staging(None)) == [None] * 3
+    for name, layer in layers.items():
+        assert torch.equal(backs[name][::2], layer[::2]) and not backs[name][1::2].any(), name
+    any_store.delete(["host block 3"])
+    assert [one is None for one in get_blocks(any_store, transfers, devices.Staging(None))] == [True, False, True]
 
 
 def test_a_block_that_rotted_in_the_pool_is_an_error(cuda: FakeCuda, tensor: torch.Tensor) -> None:
