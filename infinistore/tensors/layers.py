@@ -46,12 +46,13 @@ class Job:
 _Job = TypeVar("_Job", bound=Job)
 
 
-class Background(Generic[_Job]):
+class JobQueue(Generic[_Job]):
     """Carries out jobs in the order in which they were submitted. Thread-safe.
 
-    `work` gets the jobs of one batch and sets the failure of each job that failed. If
-    it raises, all of them have failed. A batch has at most `max_batch_bytes`, or one
-    job. `belongs` may keep a job out of the batch of others.
+    `work` gets the jobs of one batch, and may set the failure of a job. If it raises,
+    each job is tried alone, unless the store is away. `failed` gets the jobs that one
+    error has failed. A batch has at most `max_batch_bytes`, or one job. `belongs` may
+    keep a job out of the batch of others.
 
     With `linger_s`, jobs wait up to that many seconds for others, until a quarter of a
     batch is there or somebody waits for them. Each batch takes the interpreter's lock
@@ -60,15 +61,22 @@ class Background(Generic[_Job]):
 
     def __init__(
         self,
+        store: BlockingStore,
         work: Callable[[list[_Job]], None],
         *,
         name: str,
         max_pending_bytes: int,
         max_batch_bytes: int,
+        deadline_s: float,
         nice: int,
         linger_s: float = 0.0,
         belongs: Callable[[list[_Job], _Job], bool] = lambda batch, job: True,
+        failed: Callable[[list[_Job], KeptError], None] = lambda batch, failure: None,
     ) -> None:
+        if not isinstance(store, BlockingStore):
+            raise TypeError(f"a {name} needs a store of infinistore.blocking.open_store, not {type(store).__name__}")
+        if not deadline_s > 0:
+            raise ValueError(f"deadline_s must be a number of seconds above 0, not {deadline_s!r}")
         if not isinstance(max_pending_bytes, int) or max_pending_bytes < 1:
             raise ValueError(f"max_pending_bytes must be a whole number above 0, not {max_pending_bytes!r}")
         if not isinstance(nice, int) or not 0 <= nice <= 19:
@@ -76,6 +84,7 @@ class Background(Generic[_Job]):
         if not 0 <= linger_s <= threading.TIMEOUT_MAX:
             raise ValueError(f"linger_s must be a number of seconds, 0 or more, not {linger_s!r}")
         self.max_pending_bytes = max_pending_bytes
+        self.staging = Staging(store)
         self.pending_bytes = 0
         self.submitted = 0
         self.completed = 0
@@ -85,6 +94,8 @@ class Background(Generic[_Job]):
         self._nice = nice
         self._linger_s = linger_s
         self._belongs = belongs
+        self._failed = failed
+        self._deadline_s = deadline_s
         self._queue: deque[_Job] = deque()
         self._queued_bytes = 0
         self._hurry = False
@@ -114,7 +125,7 @@ class Background(Generic[_Job]):
             raise
         self._thread = thread
 
-    def submit(self, job: _Job, *, wait: bool, timeout_s: float | None) -> bool:
+    def submit(self, job: _Job, *, wait: bool) -> bool:
         """Queue a job. If that exceeds the limit, wait for space, or return False.
 
         Raises:
@@ -129,12 +140,12 @@ class Background(Generic[_Job]):
             )
         self._check_fork()
         with self._lock:
-            may_wait_s = timeout_s if wait else 0
+            may_wait_s = self._deadline_s if wait else 0.0
             if not self._has_room(job) and not self._wait(lambda: self._closed or self._has_room(job), may_wait_s):
                 if not wait:
                     return False
                 raise DeadlineExceeded(
-                    f"no room for {in_units(job.total_bytes)} within {timeout_s:g} s:"
+                    f"no room for {in_units(job.total_bytes)} within {may_wait_s:g} s:"
                     f" {in_units(self.pending_bytes)} of {in_units(self.max_pending_bytes)} are pending;"
                     " is the store slower than the computation?"
                 )
@@ -176,33 +187,42 @@ class Background(Generic[_Job]):
 
         Without `drain`, jobs that have not begun fail.
         """
-        if self._thread is None or os.getpid() != self._pid:
-            return
-        with self._lock:
-            self._closed = True
-            if not drain:
-                while self._queue:
-                    job = self._take()
-                    job.failure = KeptError(StoreUnavailable(f"the {self._name} was left before this was done"))
-                    self._finish([job])
-            self._work_to_do.notify()
-            self._progress.notify_all()
-        self._thread.join()
+        if self._thread is not None and os.getpid() == self._pid:
+            with self._lock:
+                self._closed = True
+                if not drain:
+                    while self._queue:
+                        job = self._take()
+                        job.failure = KeptError(StoreUnavailable(f"the {self._name} was left before this was done"))
+                        self._finish([job])
+                self._work_to_do.notify()
+                self._progress.notify_all()
+            self._thread.join()
+        self.staging.close()
 
     def _run(self) -> None:
         me = threading.get_native_id()  # Linux has a priority for each thread
         with suppress(OSError):  # where it may not be changed, this thread runs as others do
             os.setpriority(os.PRIO_PROCESS, me, max(self._nice, os.getpriority(os.PRIO_PROCESS, me)))
         while batch := self._next_batch():
-            try:
-                self._work(batch)
-            except Exception as error:  # noqa: BLE001 - whatever it is, it belongs to whoever submitted the jobs
-                failure = KeptError(error)
-                for job in batch:
-                    job.failure = failure
+            self._carry_out(batch)
             with self._lock:
                 self._finish(batch)
                 self._progress.notify_all()
+
+    def _carry_out(self, batch: list[_Job]) -> None:
+        """Do the jobs in one batch or, if that fails, one by one."""
+        try:
+            self._work(batch)
+        except Exception as error:  # noqa: BLE001 - whatever it is, it is raised where the job's owner looks
+            if len(batch) > 1 and not isinstance(error, StoreUnavailable | DeadlineExceeded):
+                for job in batch:
+                    self._carry_out([job])
+                return
+            failure = KeptError(error)
+            for job in batch:
+                job.failure = failure
+            self._failed(batch, failure)
 
     def _next_batch(self) -> list[_Job]:
         with self._lock:
@@ -296,27 +316,21 @@ class LayerLoader:
         deadline_s: float = 30.0,
         nice: int = 0,
     ) -> None:
-        if not isinstance(store, BlockingStore):
-            raise TypeError(
-                f"a LayerLoader needs a store of infinistore.blocking.open_store, not {type(store).__name__}"
-            )
-        if not deadline_s > 0:
-            raise ValueError(f"deadline_s must be a number of seconds above 0, not {deadline_s!r}")
         self._store = store
-        self._staging = Staging(store)
-        self._deadline_s = deadline_s
         self._lock = threading.Lock()
         self._layers: dict[Hashable, list[_Load]] = {}
-        self._background = Background(
+        self._queue = JobQueue(
+            store,
             self._load_batch,
-            name="layer-loader",
+            name="LayerLoader",
             max_pending_bytes=max_pending_bytes,
             max_batch_bytes=_LOADED_AT_ONCE_BYTES,
+            deadline_s=deadline_s,
             nice=nice,
         )
 
     def __enter__(self) -> Self:
-        self._background.start()
+        self._queue.start()
         return self
 
     def __exit__(
@@ -329,8 +343,7 @@ class LayerLoader:
 
         No tensor is written afterwards. For callers that cannot use `with`.
         """
-        self._background.close(drain=False)
-        self._staging.close()
+        self._queue.close(drain=False)
 
     def load(self, layer: Hashable, tensor: "torch.Tensor", blocks: Blocks, block_size_bytes: int) -> None:
         """Load blocks into a tensor in the background. Returns at once.
@@ -345,7 +358,7 @@ class LayerLoader:
                 `max_pending_bytes`. Nothing is read.
         """
         job = _Load(make_transfer(self._store, blocks_to_read(tensor, blocks, block_size_bytes)))
-        self._background.submit(job, wait=True, timeout_s=self._deadline_s)
+        self._queue.submit(job, wait=True)
         with self._lock:
             self._layers.setdefault(layer, []).append(job)
 
@@ -366,7 +379,7 @@ class LayerLoader:
                 raise KeyError(f"nothing was loaded for layer {layer!r}, or it has been waited for")
             jobs = list(self._layers[layer])
         for job in jobs:
-            self._background.wait(job, timeout_s)
+            self._queue.wait(job, timeout_s)
         with self._lock:
             self._layers.pop(layer, None)
         for job in jobs:
@@ -374,25 +387,9 @@ class LayerLoader:
                 raise job.failure.again()
 
     def _load_batch(self, jobs: list[_Load]) -> None:
-        """Carry out the waiting loads in one batch or, if that fails, one by one."""
-        try:
-            problems = get_blocks(self._store, [job.transfer for job in jobs], self._staging)
-        except (StoreUnavailable, DeadlineExceeded):
-            raise
-        except Exception:
-            if len(jobs) == 1:
-                raise
-            for job in jobs:
-                self._load_alone(job)
-        else:
-            for job, problem in zip(jobs, problems, strict=True):
-                job.failure = problem
-
-    def _load_alone(self, job: _Load) -> None:
-        try:
-            self._load_batch([job])
-        except Exception as error:  # noqa: BLE001 - it is raised by `wait`
-            job.failure = KeptError(error)
+        problems = get_blocks(self._store, [job.transfer for job in jobs], self._queue.staging)
+        for job, problem in zip(jobs, problems, strict=True):
+            job.failure = problem
 
 
 _WRITTEN_AT_ONCE_BYTES = 16 * 1024 * 1024
@@ -433,7 +430,7 @@ class Ticket(Job):
             OutOfMemory, ValueTooLarge, LimitExceeded: the blocks were not stored.
             StoreUnavailable, DeadlineExceeded: the blocks may have been stored.
         """
-        self._writer._background.wait(self, timeout_s)
+        self._writer._queue.wait(self, timeout_s)
         if self.failure is not None:
             self._writer._told(self.failure)
             raise self.failure.again()
@@ -475,41 +472,36 @@ class LayerWriter:
         linger_s: float = 0.05,
         ttl_s: float | None = None,
     ) -> None:
-        if not isinstance(store, BlockingStore):
-            raise TypeError(
-                f"a LayerWriter needs a store of infinistore.blocking.open_store, not {type(store).__name__}"
-            )
         if when_full not in ("block", "drop"):
             raise ValueError(f"when_full must be 'block' or 'drop', not {when_full!r}")
-        if not deadline_s > 0:
-            raise ValueError(f"deadline_s must be a number of seconds above 0, not {deadline_s!r}")
         self._store = store
-        self._staging = Staging(store)
         self._block = when_full == "block"
-        self._deadline_s = deadline_s
         self._ttl_s = ttl_s
         self._lock = threading.Lock()
         self._unreported: KeptError | None = None
         self._stored_writes = self._stored_bytes = self._failed_writes = self._puts = 0
         self._dropped_writes = self._dropped_bytes = 0
-        self._background = Background(
+        self._queue = JobQueue(
+            store,
             self._store_batch,
-            name="layer-writer",
+            name="LayerWriter",
             max_pending_bytes=max_pending_bytes,
             max_batch_bytes=_WRITTEN_AT_ONCE_BYTES,
+            deadline_s=deadline_s,
             nice=nice,
             linger_s=linger_s,
             belongs=_no_key_twice,
+            failed=self._failed,
         )
 
     def __enter__(self) -> Self:
-        self._background.start()
+        self._queue.start()
         return self
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
-        self._close(drain=kind is None)
+        self._queue.close(drain=kind is None)
         if kind is None:
             self._report()
 
@@ -518,7 +510,7 @@ class LayerWriter:
 
         For callers that cannot use `with`.
         """
-        self._close(drain=True)
+        self._queue.close(drain=True)
         self._report()
 
     def write(self, tensor: "torch.Tensor", blocks: Blocks, block_size_bytes: int) -> Ticket:
@@ -538,7 +530,7 @@ class LayerWriter:
         """
         self._report()
         ticket = Ticket(self, make_transfer(self._store, blocks_to_write(tensor, blocks, block_size_bytes)))
-        if not self._background.submit(ticket, wait=self._block, timeout_s=self._deadline_s):
+        if not self._queue.submit(ticket, wait=self._block):
             ticket.dropped = ticket.done = True
             ticket.transfer = None
             with self._lock:
@@ -554,15 +546,15 @@ class LayerWriter:
             OutOfMemory, StoreUnavailable and others: a write failed, and its error was
                 not raised yet.
         """
-        self._background.flush(timeout_s)
+        self._queue.flush(timeout_s)
         self._report()
 
     def statistics(self) -> LayerWriterStatistics:
         """Return the counts so far."""
-        background = self._background
+        queue = self._queue
         return LayerWriterStatistics(
-            pending_writes=background.submitted - background.completed,
-            pending_bytes=background.pending_bytes,
+            pending_writes=queue.submitted - queue.completed,
+            pending_bytes=queue.pending_bytes,
             stored_writes=self._stored_writes,
             stored_bytes=self._stored_bytes,
             failed_writes=self._failed_writes,
@@ -570,10 +562,6 @@ class LayerWriter:
             dropped_bytes=self._dropped_bytes,
             puts=self._puts,
         )
-
-    def _close(self, *, drain: bool) -> None:
-        self._background.close(drain=drain)
-        self._staging.close()
 
     def _report(self) -> None:
         """Raise an error that was not raised yet."""
@@ -588,21 +576,8 @@ class LayerWriter:
                 self._unreported = None
 
     def _store_batch(self, tickets: list[Ticket]) -> None:
-        """Carry out the waiting writes in one batch or, if that fails, one by one."""
-        try:
-            self._put(tickets)
-        except (StoreUnavailable, DeadlineExceeded) as error:
-            self._failed(tickets, KeptError(error))
-        except Exception as error:  # noqa: BLE001 - it is raised where the write's owner looks
-            if len(tickets) == 1:
-                self._failed(tickets, KeptError(error))
-            else:
-                for ticket in tickets:
-                    self._store_batch([ticket])
-
-    def _put(self, tickets: list[Ticket]) -> None:
         transfers = [ticket.transfer for ticket in tickets if ticket.transfer is not None]
-        put_blocks(self._store, transfers, self._staging, self._ttl_s)
+        put_blocks(self._store, transfers, self._queue.staging, self._ttl_s)
         self._puts += 1
         for ticket in tickets:
             ticket.transfer = None  # the tensor may go
@@ -610,10 +585,9 @@ class LayerWriter:
             self._stored_bytes += ticket.total_bytes
 
     def _failed(self, tickets: list[Ticket], failure: KeptError) -> None:
+        self._failed_writes += len(tickets)
         for ticket in tickets:
             ticket.transfer = None
-            ticket.failure = failure
-            self._failed_writes += 1
         with self._lock:
             self._unreported = self._unreported or failure
 

@@ -28,8 +28,6 @@ REACHES = {
     "rdma/test_device_memory.py": 1,
     "stress/client.py": 2,
     "tensors/conftest.py": 1,
-    "tensors/test_kept_errors.py": 1,
-    "tensors/test_layer_writer.py": 1,
 }
 """How often each test file uses a private name of the product.
 

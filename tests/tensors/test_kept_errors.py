@@ -43,7 +43,8 @@ def test_a_step_whose_tickets_and_errors_are_kept_is_gone(failing: GatedStore) -
 
         def write_after_a_failure() -> None:
             write()
-            writer._background.wait(tickets[-1], None)
+            while not tickets[-1].done:
+                pass
             writer.write(tensor, BLOCKS, 8)
 
         calls: list[Callable[[], Any]] = [write, wait, wait_again, wait_again, write_after_a_failure, writer.flush]

@@ -151,7 +151,7 @@ def test_leaving_gives_up_what_was_not_begun_and_ends_the_thread(gated: GatedSto
     if not after.any():  # else the gate was open before the block was left
         with pytest.raises(StoreUnavailable, match="left before"):
             loader.wait(layer=1)
-    assert threads_named("layer-loader") == 0
+    assert threads_named("LayerLoader") == 0
 
 
 def test_wrong_arguments_are_refused_at_once(store: BlockingStore) -> None:

@@ -157,10 +157,10 @@ def test_the_store_ends_as_if_each_write_had_been_a_put(writes: list[tuple[str, 
 
 def test_leaving_the_block_stores_everything_and_ends_the_thread(any_store: BlockingStore) -> None:
     with LayerWriter(any_store) as writer:
-        assert threads_named("layer-writer") == 1
+        assert threads_named("LayerWriter") == 1
         for number in range(6):
             write_layer(writer, number)
-    assert threads_named("layer-writer") == 0
+    assert threads_named("LayerWriter") == 0
     assert all(stored_layer(any_store, number) == layer_bytes(number) for number in range(6))
     with pytest.raises(RuntimeError, match="was left"):
         write_layer(writer, 1)
@@ -258,7 +258,8 @@ def test_an_error_comes_out_at_the_next_write_once_and_the_writer_goes_on(gated:
         gated.failure = StoreUnavailable("gone")
         gated.gate.set()
         first = write_layer(writer, 1)
-        writer._background.wait(first, None)  # as time would pass
+        while not first.done:
+            pass
         with pytest.raises(StoreUnavailable, match="gone"):
             write_layer(writer, 2)
         gated.failure = None
