@@ -228,6 +228,7 @@ def read(bench: Bench) -> dict[str, float]:
 
     from infinistore import blocking
     from infinistore.integrations.internal.record import Record
+    from infinistore.integrations.vllm.background import Background
     from infinistore.integrations.vllm.blocks import Blocks, Group, Load, Step, block_names, layer_labels
     from infinistore.integrations.vllm.settings import ConnectorSettings
     from infinistore.integrations.vllm.worker import WorkerSide
@@ -243,7 +244,8 @@ def read(bench: Bench) -> dict[str, float]:
     with blocking.open_store(bench.url) as store:
         record = Record(logging.getLogger("bench"), bench.url)
         settings = ConnectorSettings(url=bench.url)
-        worker = WorkerSide(store, names, settings, record, groups=groups, layers=labels)
+        background = Background(record)
+        worker = WorkerSide(store, names, settings, record, groups=groups, layers=labels, background=background)
         worker.register(dict(zip(layers, cache, strict=True)), count)
         array: Any = cache.numpy()
         memory = memoryview(array).cast("B")
@@ -266,6 +268,7 @@ def read(bench: Bench) -> dict[str, float]:
         bench.tell(f"read: {len(blocks)} blocks of {size // 1024} KiB")
         calls = {"connector": by_connector, "direct": lambda: store.get_many_into(blocks)}
         times = interleaved(calls, rounds=15, calls=3)
+        background.close()
         worker.close()
     gib = cache.nbytes / 2**30
     rates = {f"{name}_gib_s": gib / seconds for name, seconds in times.items()}

@@ -14,10 +14,10 @@ is lost, slow or full costs time, never correctness.
 
 Modules: `settings` (`kv_connector_extra_config`), `blocks` (keys, and messages from the
 scheduler to the workers), `scheduler` and `worker` (the two halves of the connector,
-independent of vLLM), `resets` (what is deleted when the cache is reset), `block_events`
-(what routers are told, now and when they come late), and `connector`, vLLM's class.
-Only the last one and what it is made of, such as `layout` and `kv_events`, need vLLM;
-it is imported on first use.
+independent of vLLM), `background` (the thread for all that may take a while), `resets`
+(what is deleted when the cache is reset), `block_events` (what routers are told, now
+and when they come late), and `connector`, vLLM's class. Only the last one and what it
+is made of, such as `layout` and `kv_events`, need vLLM; it is imported on first use.
 """
 
 from importlib.metadata import PackageNotFoundError, version

@@ -6,19 +6,16 @@ each engine leaves a value that says what its own stands for, and reads those of
 Its value lasts three minutes and is renewed every minute: one that has ended is not
 named. It is as easily evicted as any value: this is a help, and nothing depends on it.
 
-A thread does all of it, because an engine without requests does nothing by itself, and
-a listing takes a store with many keys a while.
+All of it is done in the background: an engine without requests does nothing by itself,
+and a listing takes a store with many keys a while.
 """
 
 import json
 import logging
-import threading
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from typing import Final
 
 from infinistore.blocking import BlockingStore, key_pages
-from infinistore.errors import InfiniStoreException, StoreUnavailable
-from infinistore.host import start_thread
 from infinistore.integrations.internal.record import Record
 from infinistore.integrations.vllm.blocks import BlockNames
 
@@ -38,63 +35,33 @@ _READER: Final = "/reader"
 class Announcement:
     """What one engine tells others of its name, and hears of them. Never fails.
 
-    `writes` says whether it writes blocks. `pause` waits between renewals, and returns
-    whether to stop.
+    `writes` says whether it writes blocks.
     """
 
-    def __init__(
-        self,
-        store: BlockingStore,
-        names: BlockNames,
-        record: Record,
-        *,
-        writes: bool,
-        pause: Callable[[float], bool] | None = None,
-    ) -> None:
+    def __init__(self, store: BlockingStore, names: BlockNames, record: Record, *, writes: bool) -> None:
         self._store = store
         self._names = names
         self._record = record
         self._writes = writes
         self._looks = 1 if writes else _LOOKS
         self._key = names.announcement + ("" if writes else _READER)
-        self._closing = threading.Event()
-        self._pause = pause or self._closing.wait
-        self._thread = threading.Thread(target=self._run, name="infinistore-announce", daemon=True)
 
-    def start(self) -> None:
-        """Announce, and do it again until this is closed, in a thread."""
-        try:
-            start_thread(self._thread)
-        except StoreUnavailable as error:
-            self._record.failed("announcement", error)
-
-    def close(self) -> None:
-        """End the thread. The announcement expires."""
-        self._closing.set()
-        if self._thread.ident is not None:
-            self._thread.join()
+    def renewing(self) -> Iterator[float]:
+        """A task for the background: announce, again and again."""
+        while True:
+            self.announce()
+            yield _AGAIN_S
 
     def announce(self) -> None:
         """Announce once, and warn of others if they are not known yet."""
         # First of all: of two engines that start together, one at least sees the other.
-        try:
+        with self._record.trying("announcement"):
             self._store.put(self._key, json.dumps(dict(self._names.facts)).encode(), ttl_s=_LASTS_S)
-        except InfiniStoreException as error:
-            self._record.failed("announcement", error)
-        if not self._looks:
-            return
-        try:
-            others = dict(self._others())
-        except InfiniStoreException as error:
-            self._record.failed("announcement", error)
-            return
-        self._looks -= 1
-        self._tell(others)
-
-    def _run(self) -> None:
-        self.announce()
-        while not self._pause(_AGAIN_S):
-            self.announce()
+        if self._looks:
+            with self._record.trying("look at other engines"):
+                others = dict(self._others())
+                self._looks -= 1
+                self._tell(others)
 
     def _others(self) -> Iterator[tuple[str, bytes]]:
         folder = self._names.announcement.rpartition("/")[0] + "/"

@@ -24,15 +24,16 @@ import threading
 from array import array
 from collections import Counter, OrderedDict, defaultdict
 from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future
 from contextlib import contextmanager
 from typing import Any, Final, NamedTuple
 
 import attrs
 
 from infinistore.blocking import BlockingStore, RemovedKeys
-from infinistore.errors import InfiniStoreException, VersionMismatch
+from infinistore.errors import VersionMismatch
 from infinistore.integrations.internal.record import Record
+from infinistore.integrations.vllm.background import Background
 
 _PART_BLOCKS: Final = 1024
 _MOST_ABOUTS: Final = 1000
@@ -40,19 +41,33 @@ _MOST_ABOUTS: Final = 1000
 
 @attrs.frozen
 class Run:
-    """Blocks of one place, one behind the other."""
+    """Blocks of one place, one behind the other. As a change: they are stored now, or,
+    without tokens, they are gone.
+    """
 
-    place: Hashable
-    """Blocks with the same name in two places are two blocks."""
     names: Sequence[Hashable]
+    """The engine's hashes of the blocks."""
     parent: Hashable = None
     """The name of the block before; None for the first block of a prompt."""
     tokens: Sequence[int] = ()
     """Those of all blocks, of each as many; none if they are not known."""
+    about: Any = None
+    """What else is told of such blocks, such as the LoRA adapter."""
     extra_keys: Sequence[Any] = ()
     """What each block depends on besides its tokens; empty if none does."""
-    about: Hashable = None
-    """What else is told of such blocks."""
+    place: Hashable = None
+    """Blocks with the same name in two places are two blocks."""
+
+    def part(self, first: int, end: int) -> "Run":
+        """Return that of some of the blocks, by their numbers."""
+        each = len(self.tokens) // len(self.names)
+        return attrs.evolve(
+            self,
+            names=self.names[first:end],
+            parent=self.names[first - 1] if first else self.parent,
+            tokens=self.tokens[first * each : end * each],
+            extra_keys=self.extra_keys[first:end],
+        )
 
 
 class _Block(NamedTuple):
@@ -210,12 +225,12 @@ def _run_of(blocks: Sequence[tuple[Hashable, Hashable, _Block]]) -> Run:
     tokens = array("i", b"".join(block.tokens for _, _, block in blocks))
     extra_keys = [block.extra_keys for _, _, block in blocks]
     return Run(
-        place,
         [name for _, name, _ in blocks],
         first.parent,
         tokens.tolist(),
-        extra_keys if any(keys is not None for keys in extra_keys) else (),
         first.about,
+        extra_keys if any(keys is not None for keys in extra_keys) else (),
+        place,
     )
 
 
@@ -223,34 +238,6 @@ _SWEPT_AT_ONCE = 128
 _REMOVALS_WITHIN_S = 0.001
 _MOST_BATCHES = 16
 """Of removed keys, in one question: more are asked for the next time."""
-
-
-@attrs.frozen
-class Change:
-    """Blocks that are stored now, one behind the other; or, without tokens, blocks that
-    are gone.
-    """
-
-    names: tuple[Hashable, ...]
-    """The engine's hashes of the blocks."""
-    parent: Hashable = None
-    """That of the block before; None for the first block of a prompt."""
-    tokens: tuple[int, ...] = ()
-    about: Any = None
-    """What else the engine tells of such blocks, such as the LoRA adapter."""
-    extra_keys: tuple[Any, ...] = ()
-    """What each block depends on besides its tokens; empty if none does."""
-
-    def part(self, first: int, end: int) -> "Change":
-        """Return that of some of the blocks, by their numbers."""
-        each = len(self.tokens) // len(self.names)
-        return Change(
-            self.names[first:end],
-            self.names[first - 1] if first else self.parent,
-            self.tokens[first * each : end * each],
-            self.about,
-            self.extra_keys[first:end],
-        )
 
 
 @attrs.frozen
@@ -277,14 +264,14 @@ class BlockEvents:
     and saves awaited. One thread uses it.
     """
 
-    def __init__(self, workers: int, describe: Callable[[Any, int, int], Change], *, most: int = 100_000) -> None:
+    def __init__(self, workers: int, describe: Callable[[Any, int, int], Run], *, most: int = 100_000) -> None:
         self._workers = workers
         self._describe = describe
         self._most = most
         self._numbers = itertools.count(1)
-        self._saving: OrderedDict[int, tuple[tuple[str, ...], Change, Counter[bool]]] = OrderedDict()
+        self._saving: OrderedDict[int, tuple[tuple[str, ...], Run, Counter[bool]]] = OrderedDict()
         self._known: OrderedDict[str, Hashable] = OrderedDict()
-        self._changes: list[Change] = []
+        self._changes: list[Run] = []
 
     def saving(self, request: object, hashes: Sequence[str], first: int) -> int:
         """Expect that workers write these blocks of a request, from number `first` on;
@@ -318,14 +305,14 @@ class BlockEvents:
     def missing(self, hashes: Sequence[str]) -> None:
         """Note that blocks are not stored."""
         if gone := tuple(self._known.pop(block) for block in hashes if block in self._known):
-            self._changes.append(Change(gone))
+            self._changes.append(Run(gone))
 
     def clear(self) -> None:
         """Note that nothing is stored any more."""
         self._saving.clear()
         self.missing(list(self._known))
 
-    def take(self) -> list[Change]:
+    def take(self) -> list[Run]:
         """Return the changes since the last call, in order."""
         taken, self._changes = self._changes, []
         return taken
@@ -342,7 +329,7 @@ class BlockEvents:
             self._known.move_to_end(block)
         return hashes
 
-    def _stored(self, hashes: Sequence[str], change: Change) -> None:
+    def _stored(self, hashes: Sequence[str], change: Run) -> None:
         # Routers may count how often a block was told, so one that is known is not.
         is_new = [block not in self._known for block in hashes]
         for new, run in itertools.groupby(range(len(hashes)), is_new.__getitem__):
@@ -355,10 +342,10 @@ class BlockEvents:
 
 
 class Sweeper:
-    """Asks a store in a thread of its own which blocks are gone, one question at a
-    time, and at most one in `pause_s`: which keys it has removed since the last, and
-    whether a few blocks are there. If the store does not know all that it has removed,
-    it is asked for all blocks without a pause.
+    """Asks a store in the background which blocks are gone, one question at a time, and
+    at most one in `pause_s`: which keys it has removed since the last, and whether a
+    few blocks are there. If the store does not know all that it has removed, it is
+    asked for all blocks without a pause.
 
     `keys_of` returns some keys of each block, and how many each has; `blocks_with`
     returns the blocks that have some of these keys.
@@ -372,6 +359,7 @@ class Sweeper:
         keys_of: Callable[[Sequence[str]], tuple[list[str], int]],
         blocks_with: Callable[[Sequence[str]], list[str]],
         *,
+        background: Background,
         clock: Callable[[], float],
         pause_s: float = 1.0,
     ) -> None:
@@ -384,7 +372,7 @@ class Sweeper:
         self._clock = clock
         self._pause_s = pause_s
         self._next_s = clock() + pause_s
-        self._thread = ThreadPoolExecutor(1, thread_name_prefix="infinistore-sweep")
+        self._background = background
         self._asked: Future[list[str]] | None = None
         self._gap = False
         self._in_doubt = 0
@@ -402,24 +390,18 @@ class Sweeper:
             self._next_s = now + self._pause_s
             self._in_doubt = max(0, self._in_doubt - _SWEPT_AT_ONCE)
             if hashes := self._events.next_to_sweep(_SWEPT_AT_ONCE):
-                self._asked = self._thread.submit(self._ask, hashes)
-
-    def close(self) -> None:
-        """End the thread."""
-        self._thread.shutdown(wait=True, cancel_futures=True)
+                self._asked = self._background.submit(lambda: self._ask(hashes))
 
     def _ask(self, hashes: Sequence[str]) -> list[str]:
         keys, each = self._keys_of(hashes)
-        try:
-            removed = self._blocks_with(self._removed())
+        gone: list[str] = []
+        with self._record.trying("sweep"):
+            gone = self._blocks_with(self._removed())
             there = self._store.exists_many(keys)
-        except InfiniStoreException as error:
-            self._record.failed("sweep", error)
-            return []
-        self._record.succeeded("sweep")
-        return removed + [
-            block for number, block in enumerate(hashes) if not all(there[number * each : (number + 1) * each])
-        ]
+            gone += [
+                block for number, block in enumerate(hashes) if not all(there[number * each : (number + 1) * each])
+            ]
+        return gone
 
     def _removed(self) -> list[str]:
         """Return the keys that the store has removed since the last question; of a

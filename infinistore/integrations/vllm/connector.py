@@ -34,6 +34,7 @@ from infinistore import blocking
 from infinistore.errors import ConfigError, DeadlineExceeded, InfiniStoreException, StoreUnavailable
 from infinistore.integrations.internal.record import Record
 from infinistore.integrations.vllm.announcements import Announcement
+from infinistore.integrations.vllm.background import Background
 from infinistore.integrations.vllm.blocks import Step
 from infinistore.integrations.vllm.kv_events import Stages, Teller, WorkerMetadata, offer_dumps, teller_of
 from infinistore.integrations.vllm.layout import Adapters, Layout, UnhashedInputs
@@ -181,6 +182,7 @@ class InfiniStoreConnector(KVConnectorBase_V1, SupportsHMA):
         self._adapters = Adapters(vllm_config)
         record = Record(LOG, self._settings.url.partition("?")[0])
         self._observed = Observations()
+        self._background = Background(record)
         scheduling = role is KVConnectorRole.SCHEDULER
         if scheduling and self._settings.events_dump_endpoint:
             blocks = self._settings.events_dump_blocks
@@ -211,16 +213,17 @@ class InfiniStoreConnector(KVConnectorBase_V1, SupportsHMA):
                 extra=lambda request, first, end: extra_keys(request, first, end, self._adapters.identity(request)),
                 events=None if self._teller is None else self._teller.changes,
                 pins=self._pins(record),
+                background=self._background,
                 workers=vllm_config.parallel_config.world_size,
             )
             # For calls that look at all keys of the store, which takes it a while.
             self._patient = self._open_lazily(self._settings.deadline_s, role)
             prefix = f"{layout.names.prefix}/"
-            self._deletion = Deletion(self._patient, prefix, lambda: self.scheduler_side.is_past_reset)
+            self._deletion = Deletion(
+                self._patient, prefix, lambda: self.scheduler_side.is_past_reset, self._background
+            )
             writes = transfer.is_kv_producer and bool(layout.groups)
-            announcement = Announcement(self._patient, layout.names, record, writes=writes)
-            self._stack.callback(announcement.close)
-            announcement.start()
+            self._background.start(Announcement(self._patient, layout.names, record, writes=writes).renewing())
         else:
             shard, replica = divmod(get_tensor_model_parallel_rank(), kv_cache_config.kv_tp_replicas)
             self._worker = WorkerSide(
@@ -234,6 +237,7 @@ class InfiniStoreConnector(KVConnectorBase_V1, SupportsHMA):
                 writes=replica == 0,
                 delivers=not transfer.is_kv_consumer,
                 observations=self._observed,
+                background=self._background,
             )
             if self._is_part and vllm_config.parallel_config.pipeline_parallel_size > 1:
                 self._untold = {get_pp_group().rank_in_group: self._own_layers()}
@@ -252,6 +256,7 @@ class InfiniStoreConnector(KVConnectorBase_V1, SupportsHMA):
             prompts=prompts,
             priority=settings.pin_priority,
             pin_s=settings.pin_s,
+            background=self._background,
             clock=time.monotonic,
         )
 
@@ -486,11 +491,11 @@ class InfiniStoreConnector(KVConnectorBase_V1, SupportsHMA):
 
     def shutdown(self) -> None:
         """Finish the writes and close the store."""
+        self._background.close()
         if self._worker is not None:
             self._worker.close()
         if self._scheduler is not None:
             self._deletion.close()
-            self._scheduler.close()
         self._stack.close()
 
     @property

@@ -52,7 +52,7 @@ from vllm.v1.kv_cache_interface import KVCacheConfig, get_kv_cache_spec_kind
 
 from infinistore.errors import ConfigError
 from infinistore.host import start_thread
-from infinistore.integrations.vllm.block_events import BlockEvents, Change, Dump, Run, SavedBlocks, StoredBlocks
+from infinistore.integrations.vllm.block_events import BlockEvents, Dump, Run, SavedBlocks, StoredBlocks
 from infinistore.integrations.vllm.blocks import Group
 
 if TYPE_CHECKING:
@@ -103,7 +103,7 @@ class Teller:
             for first in range(0, len(whole.names), _MOST_BLOCKS):
                 yield self._event(whole.part(first, first + _MOST_BLOCKS))
 
-    def _event(self, change: Change) -> BlockStored | BlockRemoved:
+    def _event(self, change: Run) -> BlockStored | BlockRemoved:
         where = {"medium": MEDIUM_STORAGE, "group_idx": self.group.index, "locality": _REMOTE}
         if not change.tokens:
             return BlockRemoved(block_hashes=list(change.names), **where)
@@ -136,20 +136,20 @@ def teller_of(vllm_config: "VllmConfig", kv_cache_config: KVCacheConfig, groups:
     return Teller(changes, told, kind.value)
 
 
-def describer(group: Group, hash_tokens: int) -> Callable[[Any, int, int], Change]:
+def describer(group: Group, hash_tokens: int) -> Callable[[Any, int, int], Run]:
     """Return what describes blocks of this group, where each hash of a request is of
     `hash_tokens` tokens.
     """
     each = group.block_tokens // hash_tokens
 
-    def describe(request: Any, first: int, end: int) -> Change:
+    def describe(request: Any, first: int, end: int) -> Run:
         ends = range(max(first, 1), end + 1)
         hashes = [maybe_convert_block_hash(request.block_hashes[number * each - 1]) for number in ends]
         parent = hashes.pop(0) if first else None
         tokens = request.all_token_ids[first * group.block_tokens : end * group.block_tokens]
         lora = request.lora_request
         about = _About(lora.adapter_id, lora.name) if lora else _About(None, None)
-        return Change(tuple(hashes), parent, tuple(tokens), about, _extra_keys(request, group, first, end))
+        return Run(tuple(hashes), parent, tuple(tokens), about, _extra_keys(request, group, first, end))
 
     return describe
 
@@ -380,10 +380,10 @@ def _store(blocks: StoredBlocks, event: BlockStored) -> None:
     about = tuple(getattr(event, name) for name in _ABOUT)
     if len(event.token_ids) in (0, event.block_size * len(names)):
         if names:
-            blocks.store(Run(place, names, event.parent_block_hash, event.token_ids, event.extra_keys or (), about))
+            blocks.store(Run(names, event.parent_block_hash, event.token_ids, about, event.extra_keys or (), place))
         return
     for name in names:  # blocks between these are not kept, and nothing says which
-        blocks.store(Run(place, [name], about=about))
+        blocks.store(Run([name], about=about, place=place))
 
 
 def batch_of(runs: Iterable[Run], data_parallel_rank: int) -> bytes:

@@ -14,20 +14,19 @@ what it has left. So the scheduler's half deletes everything again shortly after
 """
 
 import logging
-import threading
 import time
 from collections import deque
-from collections.abc import Callable, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor, wait
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Future, wait
 from typing import Final
 
 import attrs
 
 from infinistore.blocking import BlockingStore
-from infinistore.errors import DiskFailed, InfiniStoreException, StoreUnavailable
-from infinistore.host import start_thread
+from infinistore.errors import DiskFailed, InfiniStoreException
 from infinistore.integrations.internal.record import Record
 from infinistore.integrations.internal.resets import BlocksLeft, delete_all
+from infinistore.integrations.vllm.background import Background
 from infinistore.tensors import Ticket
 
 _STEPS: Final = 32
@@ -60,11 +59,13 @@ class LateWrites:
         record: Record,
         key_of: Callable[[str, str], str],
         *,
+        background: Background,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._store = store
         self._record = record
         self._key_of = key_of
+        self._background = background
         self._clock = clock
         self._steps: deque[list[_Write]] = deque([[]])
         self._resets = 0
@@ -73,7 +74,6 @@ class LateWrites:
         """What was written before the last reset, until it is deleted."""
         self._deletion: Future[bool] | None = None
         self._next_s = 0.0
-        self._thread = ThreadPoolExecutor(1, thread_name_prefix="infinistore-reset")
 
     def begin(self, resets: int) -> None:
         """Begin a step, before which the cache was reset that often."""
@@ -104,17 +104,14 @@ class LateWrites:
         self._is_past = True
         return self._resets
 
-    def close(self) -> None:
-        """End the thread."""
-        self._thread.shutdown(wait=True, cancel_futures=True)
-
     def _is_deleted(self) -> bool:
         if self._deletion is None:
             now = self._clock()
             if now < self._next_s:
                 return False
             self._next_s = now + _AGAIN_S
-            self._deletion = self._thread.submit(self._delete, list(self._late))
+            late = list(self._late)
+            self._deletion = self._background.submit(lambda: self._delete(late))
             wait([self._deletion], _WAIT_S)
         if not self._deletion.done():
             return False
@@ -122,7 +119,7 @@ class LateWrites:
         return deletion.result()
 
     def _delete(self, late: Sequence[_Write]) -> bool:
-        """In a thread: delete what was written. False if that failed.
+        """In the background: delete what was written. False if that failed.
 
         What a disk may bring back when it is opened again counts as deleted, because
         the same deletion would fail again until then.
@@ -160,58 +157,42 @@ PAUSES_S: Final = (0.25, 2.0)
 class Deletion:
     """Deletes the keys with a prefix: `delete`, which one thread calls.
 
-    It is done again some times in a thread, until `is_needless`. `pause` waits there,
-    and returns whether to stop.
+    It is done again some times in the background, until `is_needless`.
     """
 
     def __init__(
-        self,
-        store: BlockingStore,
-        prefix: str,
-        is_needless: Callable[[], bool],
-        *,
-        pause: Callable[[threading.Event, float], bool] = threading.Event.wait,
+        self, store: BlockingStore, prefix: str, is_needless: Callable[[], bool], background: Background
     ) -> None:
         self._store = store
         self._prefix = prefix
         self._is_needless = is_needless
-        self._pause = pause
-        self._stop = threading.Event()
-        self._thread: threading.Thread | None = None
+        self._background = background
+        self._deletions = 0
         self._is_due = False
 
     def delete(self) -> bool:
         """Delete all. False if some may be left."""
         if not self._delete():
             return False
-        self._stop.set()
-        self._stop = threading.Event()
+        self._deletions += 1
         self._is_due = True
-        thread = threading.Thread(target=self._run, args=(self._stop,), name="infinistore-reset", daemon=True)
-        try:
-            start_thread(thread)
-        except StoreUnavailable:
-            return True  # it is done again at the end
-        self._thread = thread
+        self._background.start(self._repeat(self._deletions))
         return True
 
     def close(self) -> None:
-        """End the thread; do now what it would have done later."""
-        self._stop.set()
-        if self._thread is not None:
-            self._thread.join()
+        """Do now what would be done later. The background has ended."""
         if self._is_due and not self._is_needless():
             self._delete()
 
-    def _run(self, stop: threading.Event) -> None:
+    def _repeat(self, number: int) -> Iterator[float]:
         for pause_s in PAUSES_S:
-            if self._pause(stop, pause_s):
-                return
+            yield pause_s
+            if number != self._deletions:
+                return  # a later one has begun
             if self._is_needless():
                 break
             self._delete()
-        if not stop.is_set():
-            self._is_due = False
+        self._is_due = False
 
     def _delete(self) -> bool:
         try:

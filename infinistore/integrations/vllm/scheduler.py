@@ -29,11 +29,9 @@ it finds these blocks after a restart; then they end by themselves.
 """
 
 import json
-import threading
 import time
 from collections import OrderedDict, deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import Final, Protocol, TypeAlias
 
@@ -44,6 +42,7 @@ from infinistore.errors import ConfigError, InfiniStoreException, LimitExceeded
 from infinistore.integrations.internal.blocking_store_calls import read_ahead
 from infinistore.integrations.internal.prefix_keys import PrefixChain
 from infinistore.integrations.internal.record import Record
+from infinistore.integrations.vllm.background import Background
 from infinistore.integrations.vllm.block_events import BlockEvents, Sweeper
 from infinistore.integrations.vllm.blocks import (
     BlockNames,
@@ -222,8 +221,8 @@ def read_prompts(path: str, tokenize: Callable[[str], Sequence[int]]) -> list[li
 
 
 class Pins:
-    """What is pinned for one engine, at most `most` blocks. One thread uses it; another
-    one asks the store, and waits by `pause`, which returns whether to stop.
+    """What is pinned for one engine, at most `most` blocks. One thread uses it; the
+    store is asked in the background.
 
     `prompts` are token lists. A request that begins with one has that part pinned; if
     it has at most the priority `priority`, all of its prompt (in vLLM, less is
@@ -241,8 +240,8 @@ class Pins:
         priority: int | None = None,
         pin_s: float = 3600.0,
         most: int = 100_000,
+        background: Background,
         clock: Callable[[], float],
-        pause: Callable[[float], bool] | None = None,
     ) -> None:
         self._store = store
         self._names = names
@@ -261,15 +260,12 @@ class Pins:
         self._used: OrderedDict[_Block, float] = OrderedDict()
         """When a request last began with each block, in that order."""
         self._due: OrderedDict[_Block, None] = OrderedDict()
-        """What the next job pins."""
+        """What the next task pins."""
         self._unused: deque[_Block] = deque()
         """What it unpins."""
         self._again_s = clock() + _PIN_AGAIN_S
-        self._closing = threading.Event()
-        self._pause = pause or self._closing.wait
-        self._thread = ThreadPoolExecutor(1, thread_name_prefix="infinistore-pin")
-        self.job: Future[int] | None = None
-        """What the thread does, if it does something."""
+        self._background = background
+        self._is_working = False
 
     def learn_groups(self, groups: Sequence[Group]) -> None:
         """Learn of the layers of other stages of a pipeline."""
@@ -300,11 +296,7 @@ class Pins:
             self._drop(next(iter(self._used)))
 
     def go_on(self) -> None:
-        """Note what the last job has done, and begin the next one if there is one."""
-        if self.job is not None and self.job.done():
-            for _ in range(self.job.result()):
-                self._unused.popleft()
-            self.job = None
+        """Pin and unpin what is due, unless that is under way."""
         now = self._clock()
         if now >= self._again_s:
             self._again_s = now + _PIN_AGAIN_S
@@ -312,55 +304,46 @@ class Pins:
                 if used_s + self._pin_s < now:
                     self._drop(block)
             self._due = OrderedDict.fromkeys(self._used)
-        if self.job is None and (self._due or self._unused):
-            self.job = self._thread.submit(self._work, list(self._due), list(self._unused))
+        if not self._is_working and (self._due or self._unused):
+            self._is_working = True
+            self._background.start(self._work(list(self._due), list(self._unused)))
             self._due = OrderedDict()
-
-    def close(self) -> None:
-        """End the thread. What is pinned stays so for a while."""
-        self._closing.set()
-        self._thread.shutdown(wait=True, cancel_futures=True)
 
     def _drop(self, block: _Block) -> None:
         del self._used[block]
         self._due.pop(block, None)
         self._unused.append(block)
 
-    def _work(self, due: Sequence[_Block], unused: Sequence[_Block]) -> int:
-        """Unpin and pin, in the thread. Return how many of `unused` were unpinned."""
-        unpinned = 0
+    def _work(self, due: Sequence[_Block], unused: Sequence[_Block]) -> Iterator[float]:
+        """A task for the background: unpin, and pin."""
         try:
             for blocks in self._parts(unused):
                 self._store.unpin(self._keys(blocks))
-                unpinned += len(blocks)
-            left, refused = self._pin(due)
-            for _ in range(_TRIES):  # they are being written
-                if not left or self._pause(_SOON_S):
+                for _ in blocks:
+                    self._unused.popleft()
+                yield 0.0
+            was_refused = False
+            for _ in range(1 + _TRIES):
+                left: list[_Block] = []
+                for blocks in self._parts(due):
+                    keys = self._keys(blocks)
+                    try:
+                        if self._store.pin(keys, ttl_s=self._pin_s + _LONGER_S) < len(keys):
+                            left += blocks  # they are being written
+                    except LimitExceeded as error:  # others may be smaller, or be pinned already
+                        self._record.failed("pin", LimitExceeded(f"{error}; {_REMEDY}"))
+                        was_refused = True
+                    yield 0.0
+                if not left:
                     break
-                left, more = self._pin(left)
-                refused = refused or more
+                due = left
+                yield _SOON_S
+            if due and not was_refused:
+                self._record.succeeded("pin")
         except InfiniStoreException as error:
             self._record.failed("pin", error)
-        else:
-            if due and not refused:
-                self._record.succeeded("pin")
-        return unpinned
-
-    def _pin(self, due: Sequence[_Block]) -> tuple[list[_Block], bool]:
-        """Pin blocks. Return those that are not there, or not all of them, and whether
-        the store refused some.
-        """
-        left: list[_Block] = []
-        refused = False
-        for blocks in self._parts(due):
-            keys = self._keys(blocks)
-            try:
-                if self._store.pin(keys, ttl_s=self._pin_s + _LONGER_S) < len(keys):
-                    left += blocks
-            except LimitExceeded as error:  # others may be smaller, or be pinned already
-                self._record.failed("pin", LimitExceeded(f"{error}; {_REMEDY}"))
-                refused = True
-        return left, refused
+        finally:
+            self._is_working = False
 
     def _parts(self, blocks: Sequence[_Block]) -> Iterator[Sequence[_Block]]:
         for first in range(0, len(blocks), self._at_once):
@@ -418,8 +401,8 @@ class SchedulerSide:
     its tokens.
 
     `events` collects what is stored and what is gone of the first group that attends to
-    all tokens. `pins` keeps blocks from being evicted. `workers` is how many workers
-    tell when they are past a reset.
+    all tokens; the store is asked for that in the `background`. `pins` keeps blocks
+    from being evicted. `workers` is how many workers tell when they are past a reset.
     """
 
     def __init__(
@@ -437,6 +420,7 @@ class SchedulerSide:
         observations: Observations | None = None,
         events: BlockEvents | None = None,
         pins: Pins | None = None,
+        background: Background | None = None,
         workers: int = 1,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
@@ -465,8 +449,12 @@ class SchedulerSide:
         """The group of which changes are told."""
         self._events = events if self._told is not None else None
         self._sweeper: Sweeper | None = None
-        if self._events is not None:
-            self._sweeper = Sweeper(store, record, self._events, self._keys_of_told, self._told_with, clock=clock)
+        if self._events is not None and background is not None:
+            self._sweeper = Sweeper(
+                *(store, record, self._events, self._keys_of_told, self._told_with),
+                background=background,
+                clock=clock,
+            )
 
     def learn_layers(self, stages: Iterable[Mapping[int, Sequence[str]]]) -> None:
         """Learn the layers of all stages of a pipeline, in their order: of each stage
@@ -547,9 +535,9 @@ class SchedulerSide:
             if (tracked := self._tracked.get(request_id)) is not None:
                 tracked.saving = tracked.stale = False
                 tracked.known_until = 0.0
-        for background in (self._sweeper, self._pins):
-            if background is not None:
-                background.go_on()
+        for upkeep in (self._sweeper, self._pins):
+            if upkeep is not None:
+                upkeep.go_on()
         if self._writes and self.is_past_reset:
             for request_id, count in scheduled_tokens.items():
                 tracked = self._tracked.get(request_id)
@@ -618,12 +606,6 @@ class SchedulerSide:
         """Record how many more workers are past a reset, by its number."""
         self._past += counts.get(self._resets, 0)
 
-    def close(self) -> None:
-        """End the threads that watch and pin what is stored, if there are any."""
-        for background in (self._sweeper, self._pins):
-            if background is not None:
-                background.close()
-
     def finished(self, request: Request) -> bool:
         """Forget a request. True if its blocks must be kept until they are saved."""
         tracked = self._tracked.pop(request.request_id, None)
@@ -653,7 +635,7 @@ class SchedulerSide:
                 self._pins.use(tracked.chain.extend(tokens), worth)
         # vLLM computes the last token again, with the window or state before it.
         most = len(tokens) if is_uniform(self._groups) else len(tokens) - 1
-        try:
+        with self._record.trying("look-up"):
             with self._observed.timed("look_up"):
                 if hashes := tracked.chain.extend(tokens):
                     tracked.found = lookup.find(hashes, computed_tokens, most=most, reads=self._reads)
@@ -662,10 +644,6 @@ class SchedulerSide:
                     looked_up_tokens=max(0, len(tokens) - computed_tokens),
                     hit_tokens=max(0, tracked.found.tokens - computed_tokens),
                 )
-        except InfiniStoreException as error:
-            self._record.failed("look-up", error)
-        else:
-            self._record.succeeded("look-up")
             self._tell_found(tracked)
         tracked.kept = [
             tracked.found.full_tokens // group.block_tokens if group.is_full else 0 for group in self._groups

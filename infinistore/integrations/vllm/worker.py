@@ -3,8 +3,8 @@
 Reading: a thread reads a request's blocks directly into the KV cache while the engine
 computes for other requests. A block fails if any part of it is missing, has another
 size, or does not match its checksum; vLLM then computes it. A worker reads few requests
-at a time, and another thread holds what waits to be read, so that neither the engine
-nor a read waits for that; a load that begins at once needs no hold.
+at a time, and what waits to be read is held in the background, so that neither the
+engine nor a read waits for that; a load that begins at once needs no hold.
 
 Writing: after each layer, its full blocks go to a `LayerWriter`, which writes them from
 the KV cache in place while the next layer is computed. They must not be given to other
@@ -28,6 +28,7 @@ import attrs
 from infinistore.blocking import BlockingStore
 from infinistore.errors import ConfigError, DeadlineExceeded, InfiniStoreException
 from infinistore.integrations.internal.record import Record
+from infinistore.integrations.vllm.background import Background
 from infinistore.integrations.vllm.block_events import SavedBlocks
 from infinistore.integrations.vllm.blocks import BlockNames, Blocks, Group, Load, Step, is_uniform
 from infinistore.integrations.vllm.observations import Observations
@@ -93,63 +94,17 @@ class LayerCache:
         return cls(label, memory, view, block_bytes, stride_bytes)
 
 
-@attrs.define
-class WaitingHold:
-    """What one load has in the store."""
+@attrs.define(eq=False)
+class _Reading:
+    """A load that is under way, or waits for a thread."""
 
-    token: str = ""
-    """Empty until it is placed, and where nothing could be held."""
+    load: Load
+    keys: list[dict[str, list[str]]] = attrs.field(factory=list)
+    """Of each part, the keys of its blocks in each layer, by the layer's label; made
+    when they are first needed."""
+    hold: str = ""
+    """What holds its blocks in the store meanwhile."""
     is_over: bool = False
-
-
-class WaitingHolds:
-    """Places holds in a thread of its own, for at most `hold_s` each. Thread-safe."""
-
-    def __init__(self, store: BlockingStore, record: Record, hold_s: float) -> None:
-        self._store = store
-        self._record = record
-        self._hold_s = hold_s
-        self._lock = threading.Lock()
-        self._thread = ThreadPoolExecutor(1, thread_name_prefix="infinistore-hold")
-
-    def begin(self, keys: Callable[[], list[str]]) -> WaitingHold:
-        """Hold the leading keys that are there, soon."""
-        hold = WaitingHold()
-        self._thread.submit(self._place, hold, keys)
-        return hold
-
-    def end(self, hold: WaitingHold) -> None:
-        """Release a hold, or do not place it if that has not been done yet."""
-        with self._lock:
-            hold.is_over = True
-            token, hold.token = hold.token, ""
-        self._release(token)
-
-    def close(self) -> None:
-        """Place no more; what is held ends by itself."""
-        self._thread.shutdown(wait=True, cancel_futures=True)
-
-    def _place(self, hold: WaitingHold, keys: Callable[[], list[str]]) -> None:
-        if hold.is_over:
-            return
-        try:
-            token = self._store.match_prefix(keys(), hold_s=self._hold_s).hold
-        except InfiniStoreException as error:
-            self._record.failed("hold", error)
-            return
-        self._record.succeeded("hold")
-        with self._lock:
-            if not hold.is_over:
-                hold.token = token
-                return
-        self._release(token)
-
-    def _release(self, token: str) -> None:
-        if token:
-            try:
-                self._store.release_hold(token)
-            except InfiniStoreException as error:
-                self._record.failed("release of a hold", error)
 
 
 _READ_BYTES = 64 * 1024 * 1024
@@ -190,6 +145,7 @@ class WorkerSide:
         shard: int = 0,
         writes: bool = True,
         delivers: bool = False,
+        background: Background,
         observations: Observations | None = None,
     ) -> None:
         self._store = store
@@ -215,11 +171,14 @@ class WorkerSide:
         )
         self.writer.__enter__()
         self._written = self.writer.statistics()
-        self.late_writes = LateWrites(store, record, lambda block_hash, label: names.key(block_hash, shard, label))
+        self._background = background
+        self.late_writes = LateWrites(
+            store, record, lambda block_hash, label: names.key(block_hash, shard, label), background=background
+        )
         """What is written before a reset of the cache, and may be stored after it."""
         self._saving: dict[str, _Saving] = {}
         self._numbered: dict[int, list[Ticket | None]] = {}
-        self._holds = WaitingHolds(store, record, settings.hold_s)
+        self._hold_s = settings.hold_s
         self._load_threads = settings.load_threads
         self._readers = ThreadPoolExecutor(settings.load_threads, thread_name_prefix="infinistore-load")
         self._progress = threading.Condition()
@@ -256,11 +215,13 @@ class WorkerSide:
         filled. What has to wait for a thread is held meanwhile.
         """
         for load in self._step.loads:
+            reading = _Reading(load)
             with self._progress:
                 self._reading += 1
                 waits = self._reading > self._load_threads
-            hold = self._holds.begin(partial(self._keys, load)) if waits else None
-            self._readers.submit(self._load, load, hold, after)
+            if waits:
+                self._background.submit(partial(self._hold, reading))
+            self._readers.submit(self._load, reading, after)
 
     def save_layer(self, name: str) -> None:
         """Start the saves of a layer that has just been computed."""
@@ -341,8 +302,9 @@ class WorkerSide:
         )
 
     def close(self) -> None:
-        """Finish the writes if the store is available, and end the threads."""
-        self._holds.close()
+        """Finish the writes if the store is available, and end the threads. The
+        background has ended.
+        """
         self._readers.shutdown(wait=True, cancel_futures=True)
         try:
             self.writer.flush(self._deadline_s)
@@ -350,7 +312,6 @@ class WorkerSide:
         except InfiniStoreException as error:
             self._record.failed("save", error)
             self.writer.__exit__(type(error), error, None)
-        self.late_writes.close()
 
     def _layers_of(self, group: int) -> list[LayerCache]:
         return [layer for layer in self._layers.values() if self._group_of[layer.label] == group]
@@ -402,18 +363,17 @@ class WorkerSide:
             with self._progress:
                 self._progress.wait_for(lambda: self._read or not self._reading, _IDLE_WAIT_S)
 
-    def _load(self, load: Load, hold: WaitingHold | None, after: Callable[[], object]) -> None:
+    def _load(self, reading: _Reading, after: Callable[[], object]) -> None:
         """In a thread: read a request's blocks layer by layer; always report the
         request.
         """
+        load = reading.load
         failed = set(load.block_ids)
         try:
-            after()
-            with self._observed.timed("read"):
-                failed = self._read_parts(load)
-            self._record.succeeded("load")
-        except InfiniStoreException as error:
-            self._record.failed("load", error)
+            with self._record.trying("load"):
+                after()
+                with self._observed.timed("read"):
+                    failed = self._read_parts(reading)
         finally:
             self._observed.count(failed_reads=int(bool(failed)))
             with self._progress:
@@ -423,37 +383,61 @@ class WorkerSide:
                 elif failed:
                     self._failed_requests.add(load.request_id)
                 self._read.add(load.request_id)
+                reading.is_over = True
+                hold = reading.hold
                 self._progress.notify_all()
-        if hold is not None:
-            self._holds.end(hold)
+        self._release(hold)
 
-    def _keys(self, load: Load) -> list[str]:
-        """Return what this worker reads of a load, block by block."""
-        labels = [[layer.label for layer in self._layers_of(number)] for number in range(len(self._groups))]
-        return [
-            self._names.key(block_hash, self._shard, label)
-            for part in load.parts
-            for block_hash in part.hashes
-            for label in labels[part.group]
+    def _hold(self, reading: _Reading) -> None:
+        """In the background: hold the leading blocks that are there until they are
+        read.
+        """
+        if reading.is_over:
+            return
+        keys = [
+            key for part in self._keys(reading) for of_block in zip(*part.values(), strict=True) for key in of_block
         ]
+        with self._record.trying("hold"):
+            hold = self._store.match_prefix(keys, hold_s=self._hold_s).hold
+            with self._progress:
+                reading.hold, is_over = hold, reading.is_over
+            if is_over:
+                self._release(hold)
 
-    def _read_parts(self, load: Load) -> set[int]:
+    def _release(self, hold: str) -> None:
+        if hold:
+            with self._record.trying("release of a hold"):
+                self._store.release_hold(hold)
+
+    def _keys(self, reading: _Reading) -> list[dict[str, list[str]]]:
+        """Return the keys of this worker's shard of all blocks of a load."""
+        reading.keys = reading.keys or [
+            {
+                layer.label: [self._names.key(block_hash, self._shard, layer.label) for block_hash in part.hashes]
+                for layer in self._layers_of(part.group)
+            }
+            for part in reading.load.parts
+        ]
+        return reading.keys
+
+    def _read_parts(self, reading: _Reading) -> set[int]:
         """Read all layers. Returns the blocks that are not complete, or all."""
+        load, keys = reading.load, self._keys(reading)
         if is_uniform(self._groups):
             (part,) = load.parts
-            return set(part.block_ids[self._read_leading(part) :])
+            return set(part.block_ids[self._read_leading(part, keys[0]) :])
         complete = all(
-            self._read_batch(part, layers, len(part.hashes)) == len(part.hashes)
-            for part in load.parts
+            self._read_batch(layers, part.block_ids, of_part) == len(part.block_ids)
+            for part, of_part in zip(load.parts, keys, strict=True)
             for layers in self._batches(part.group, len(part.hashes))
         )
         return set() if complete else set(load.block_ids)
 
-    def _read_leading(self, part: Blocks) -> int:
+    def _read_leading(self, part: Blocks, keys: Mapping[str, Sequence[str]]) -> int:
         """Read all layers of the leading blocks. Returns how many are complete."""
         good = len(part.hashes)
         for layers in self._batches(part.group, good):
-            while good and (found := self._read_batch(part, layers, good)) < good:
+            while good and (found := self._read_batch(layers, part.block_ids[:good], keys)) < good:
                 good = found  # and once more: only a read of nothing but what is there says that all of it is right
         return good
 
@@ -472,27 +456,27 @@ class WorkerSide:
         if batch:
             yield batch
 
-    def _read_batch(self, part: Blocks, layers: list[LayerCache], count: int) -> int:
-        """Read some layers of the first `count` blocks.
+    def _read_batch(self, layers: list[LayerCache], block_ids: Sequence[int], keys: Mapping[str, Sequence[str]]) -> int:
+        """Read some layers of the first blocks of a part into these of the cache.
 
         Returns the number of leading complete blocks.
         """
-        hashes, block_ids = part.hashes[:count], part.block_ids[:count]
+        count = len(block_ids)
         if layers[0].view is None:
             (layer,) = layers
-            keys = [self._names.key(block_hash, self._shard, layer.label) for block_hash in hashes]
             offsets = [block_id * layer.stride_bytes for block_id in block_ids]
+            blocks = list(zip(keys[layer.label], offsets, strict=False))
             try:
-                read_blocks(self._store, list(zip(keys, offsets, strict=True)), layer.block_bytes, layer.memory)
+                read_blocks(self._store, blocks, layer.block_bytes, layer.memory)
             except BlocksMissing as error:
                 self._record.count(missing=len(error.keys))
-                return keys.index(error.keys[0])
+                return keys[layer.label].index(error.keys[0])
             self._observed.count(read_bytes=count * layer.block_bytes)
             return count
         lengths = self._store.get_many_into(
-            (self._names.key(block_hash, self._shard, layer.label), layer.block(block_id))
+            (key, layer.block(block_id))
             for layer in layers
-            for block_hash, block_id in zip(hashes, block_ids, strict=True)
+            for key, block_id in zip(keys[layer.label], block_ids, strict=False)
         )
         wrong = [
             number % count for number, length in enumerate(lengths) if length != layers[number // count].block_bytes

@@ -3,7 +3,7 @@ test.
 """
 
 import logging
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import attrs
@@ -11,6 +11,7 @@ import torch
 
 from infinistore.blocking import BlockingStore
 from infinistore.integrations.internal.record import Record
+from infinistore.integrations.vllm.background import Background
 from infinistore.integrations.vllm.blocks import BlockNames, Group, Step, block_names, layer_labels
 from infinistore.integrations.vllm.scheduler import SchedulerSide
 from infinistore.integrations.vllm.settings import ConnectorSettings
@@ -20,6 +21,7 @@ __all__ = [
     "BLOCK_TOKENS",
     "FULL",
     "LAYERS",
+    "ByHand",
     "MadeRequest",
     "make_cache",
     "make_names",
@@ -46,6 +48,32 @@ class MadeRequest:
         return cls(name, list(tokens), len(tokens))
 
 
+class ByHand(Background):
+    """Does what is to be done in the background when the test says so, in its time."""
+
+    def __init__(self) -> None:
+        super().__init__(make_record())
+        self.now = 0.0
+        self.pauses: list[float] = []
+        """All that tasks have waited, in seconds."""
+        self._tasks: list[tuple[float, Iterator[float]]] = []
+
+    def start(self, task: Iterator[float], after_s: float = 0.0) -> None:
+        self._tasks.append((self.now + after_s, task))
+
+    def run(self, later_s: float = 0.0) -> None:
+        """Do all that is to be done until so many seconds later."""
+        end = self.now + later_s
+        while due := [entry for entry in self._tasks if entry[0] <= end]:
+            entry = min(due, key=lambda entry: entry[0])
+            self._tasks.remove(entry)
+            self.now, task = max(self.now, entry[0]), entry[1]
+            if (pause_s := next(task, None)) is not None:
+                self.pauses += [pause_s] if pause_s else []
+                self.start(task, pause_s)
+        self.now = end
+
+
 def make_names(*, shards: int = 1, namespace: str = "", **facts: object) -> BlockNames:
     labels = tuple(layer_labels(LAYERS).values())
     return block_names(
@@ -67,7 +95,7 @@ def make_worker(
 ) -> WorkerSide:
     of_settings = {name: options.pop(name) for name in ("deadline_s", "ttl_s") if name in options}
     settings = ConnectorSettings(url="infinistore://nowhere", **of_settings)
-    given = {"groups": (FULL,), "layers": layer_labels(LAYERS), **options}
+    given = {"groups": (FULL,), "layers": layer_labels(LAYERS), "background": Background(make_record()), **options}
     worker = WorkerSide(store, names or make_names(), settings, make_record(), **given)
     worker.register(caches, num_blocks=len(next(iter(caches.values()))))
     return worker

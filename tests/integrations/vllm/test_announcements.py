@@ -2,7 +2,6 @@
 
 import json
 import logging
-import threading
 from collections.abc import Sequence
 from typing import Any
 
@@ -12,7 +11,7 @@ from infinistore import blocking
 from infinistore.errors import PermissionDenied, StoreUnavailable
 from infinistore.integrations.vllm.announcements import Announcement
 
-from .halves import make_names, make_record
+from .halves import ByHand, make_names, make_record
 
 SAME_SIZE = "(start both with the same --tensor-parallel-size)"
 
@@ -93,39 +92,12 @@ def test_an_announcement_lasts_three_renewals(store: blocking.BlockingStore, mon
         lasting_s.append(ttl_s)
         put(key, data, ttl_s=ttl_s)
 
-    pauses: list[float] = []
-    enough = threading.Event()
-
-    def pause(pause_s: float) -> bool:
-        pauses.append(pause_s)
-        if len(pauses) == 4:
-            enough.set()
-        return len(pauses) == 4
-
     monkeypatch.setattr(store, "put", note)
-    announcement = Announcement(store, make_names(), make_record(), writes=True, pause=pause)
-    announcement.start()
-    assert enough.wait(60)
-    announcement.close()
+    background = ByHand()
+    background.start(Announcement(store, make_names(), make_record(), writes=True).renewing())
+    background.run(179.0)
 
-    assert (lasting_s, pauses) == ([180.0] * 4, [60.0] * 4)
-
-
-def test_one_that_never_started_can_be_closed(store: blocking.BlockingStore) -> None:
-    Announcement(store, make_names(), make_record(), writes=True).close()
-    assert there(store) == []
-
-
-def test_an_engine_without_a_thread_for_it_goes_on(
-    store: blocking.BlockingStore, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def refuse(thread: threading.Thread) -> None:
-        raise RuntimeError("can't start new thread")
-
-    announcement = Announcement(store, make_names(), make_record(), writes=True)
-    monkeypatch.setattr(threading.Thread, "start", refuse)
-    announcement.start()
-    announcement.close()
+    assert (lasting_s, background.pauses) == ([180.0] * 3, [60.0] * 3)
 
 
 def test_an_engine_that_ended_is_not_named(store: blocking.BlockingStore, caplog: pytest.LogCaptureFixture) -> None:
@@ -217,7 +189,8 @@ def test_a_store_that_is_lost_meanwhile_is_told_once_and_looked_at_when_it_is_ba
     (line,) = caplog.messages
     assert "announcement failed" in line
     one.announce()
-    assert "tensor parallel shards 4, here 2" in caplog.messages[1]
+    assert "announcement works again" in caplog.messages[1]
+    assert "tensor parallel shards 4, here 2" in caplog.messages[2]
     assert len(there(store)) == 2
 
 

@@ -16,12 +16,12 @@ from infinistore.blocking import RemovedKeys
 from infinistore.errors import StoreUnavailable
 from infinistore.integrations.internal.prefix_keys import PrefixChain
 from infinistore.integrations.internal.record import Record
-from infinistore.integrations.vllm.block_events import BlockEvents, Change, SavedBlocks, Sweeper
+from infinistore.integrations.vllm.block_events import BlockEvents, Run, SavedBlocks, Sweeper
 from infinistore.integrations.vllm.blocks import Load, Step
 from infinistore.integrations.vllm.scheduler import SchedulerSide
 from infinistore.integrations.vllm.worker import WorkerSide
 
-from .halves import BLOCK_TOKENS, MadeRequest, make_cache, make_names, make_scheduler, make_worker
+from .halves import BLOCK_TOKENS, ByHand, MadeRequest, make_cache, make_names, make_scheduler, make_worker
 
 TOKENS = list(range(100, 122))  # five full blocks and two tokens
 
@@ -32,11 +32,11 @@ def store() -> Iterator[blocking.BlockingStore]:
         yield store
 
 
-def describe(request: MadeRequest, first: int, end: int) -> Change:
+def describe(request: MadeRequest, first: int, end: int) -> Run:
     """Block i of a request has the name of its last token."""
     tokens = request.all_token_ids[first * BLOCK_TOKENS : end * BLOCK_TOKENS]
     names = tuple(tokens[BLOCK_TOKENS - 1 :: BLOCK_TOKENS])
-    return Change(names, request.all_token_ids[first * BLOCK_TOKENS - 1] if first else None, tuple(tokens))
+    return Run(names, request.all_token_ids[first * BLOCK_TOKENS - 1] if first else None, tuple(tokens))
 
 
 def told(events: BlockEvents) -> list[tuple[str, list[object], object]]:
@@ -47,10 +47,12 @@ class Engine:
     """A scheduler and the workers of two shards."""
 
     def __init__(self, store: blocking.BlockingStore, events: BlockEvents | None = None, **options: int) -> None:
-        self.now = 0.0
+        self.background = background = ByHand()
         self.events = events or BlockEvents(2, describe, **options)
         names = make_names(shards=2)
-        self.scheduler: SchedulerSide = make_scheduler(store, names, events=self.events, clock=lambda: self.now)
+        self.scheduler: SchedulerSide = make_scheduler(
+            store, names, events=self.events, background=background, clock=lambda: background.now
+        )
         self.workers: list[WorkerSide] = [
             make_worker(store, make_cache(shard), names, shard=shard) for shard in range(2)
         ]
@@ -68,6 +70,14 @@ class Engine:
         self.events.saved(saved)
         self.scheduler.finished(request)
         return found
+
+    def swept(self) -> list[tuple[str, list[object], object]]:
+        """Ask the store once, which is done once a second; return what is told."""
+        self.background.run(1.0)
+        for _ in range(2):  # what has been found is noted with the next step
+            self.scheduler.plan({}, (), lambda _: ())
+            self.background.run()
+        return told(self.events)
 
     def close(self) -> None:
         """End the workers' threads."""
@@ -173,13 +183,7 @@ def test_a_sweep_tells_of_evictions_that_no_request_meets(store: blocking.Blocki
     told(engine.events)
     store.delete([key for key in store.keys() if key.split("/")[-3] == hash_of(3)])  # noqa: SIM118
 
-    gone: list[tuple[str, list[object], object]] = []
-    while not gone:  # asks once a second of this clock, and notes the answer when it is there
-        engine.now += 1.0
-        engine.scheduler.plan({}, (), lambda _: ())
-        gone = told(engine.events)
-    assert gone == [("gone", [115], None)]
-    engine.scheduler.close()
+    assert engine.swept() == [("gone", [115], None)]
 
 
 class SweepsNothing(BlockEvents):
@@ -196,15 +200,10 @@ def test_what_the_store_removes_is_told_without_a_sweep(store: blocking.Blocking
     layer, *_ = engine.names.layers
     keys = [engine.names.key(hash_of(3), 1, layer), engine.names.key(hash_of(2), 0, "layer of another group"), "other"]
 
-    gone: list[tuple[str, list[object], object]] = []
-    while not gone:
-        engine.now += 1.0
-        engine.scheduler.plan({}, (), lambda _: ())
-        store.put_many(dict.fromkeys(keys, b"x"))
-        store.delete(keys)  # told is what is removed after the first question
-        gone = told(engine.events)
-    assert gone == [("gone", [115], None)]
-    engine.scheduler.close()
+    engine.swept()
+    store.put_many(dict.fromkeys(keys, b"x"))
+    store.delete(keys)  # told is what is removed after the first question
+    assert engine.swept() == [("gone", [115], None)]
 
 
 class ForgetfulStore:
@@ -225,18 +224,21 @@ def test_all_blocks_are_asked_for_at_once_if_the_store_does_not_know_what_it_rem
     events.found(MadeRequest.of(list(range(4 * len(blocks)))), blocks)
     told(events)
     store: Any = ForgetfulStore()
-    times = iter([0.0, 1.0])  # so that there is one question by the clock
+    background = ByHand()
     sweeper = Sweeper(
         store,
         Record(logging.getLogger("a test"), "a test"),
         events,
         lambda hashes: (list(hashes), 1),
         lambda keys: [],
-        clock=lambda: next(times, 1.0),
+        background=background,
+        clock=lambda: background.now,
     )
-    while events.known:
+    background.run(1.0)
+    for _ in range(10):
         sweeper.go_on()
-    sweeper.close()
+        background.run()
+    assert events.known == 0
 
 
 def test_a_sweep_asks_for_others_the_next_time() -> None:

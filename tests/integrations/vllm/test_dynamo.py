@@ -15,7 +15,7 @@ from typing import Any
 
 import pytest
 
-from infinistore.integrations.vllm.block_events import BlockEvents, Change
+from infinistore.integrations.vllm.block_events import BlockEvents, Run
 
 from .test_dumps import BLOCK, asking, decoded, numbered, publish, publishing, removed, stored
 
@@ -97,7 +97,7 @@ def test_it_reads_the_connectors_events_and_leaves_out_what_is_in_a_store(ask: A
     about = SimpleNamespace(lora_id=None, lora_name=None)
     changes = BlockEvents(
         1,
-        lambda request, first, end: Change(
+        lambda request, first, end: Run(
             (101, 102), None, tuple(range(2 * BLOCK)), about, ((("cache_salt", "s"),), None)
         ),
     )

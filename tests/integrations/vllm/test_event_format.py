@@ -32,15 +32,15 @@ def published(
     import msgspec
     from vllm.distributed.kv_events import KVEventBatch
 
-    from infinistore.integrations.vllm.block_events import Change
+    from infinistore.integrations.vllm.block_events import Run
     from infinistore.integrations.vllm.kv_events import Teller
 
     about = SimpleNamespace(lora_id=7 if lora_name else None, lora_name=lora_name)
 
     class Changes:
-        def take(self) -> Iterator[Change]:
-            yield Change(tuple(names), parent, tuple(TOKENS), about, EXTRA_KEYS if lora_name else ())
-            yield Change((names[1],), None, ())
+        def take(self) -> Iterator[Run]:
+            yield Run(tuple(names), parent, tuple(TOKENS), about, EXTRA_KEYS if lora_name else ())
+            yield Run((names[1],), None, ())
 
     group = SimpleNamespace(index=0, block_tokens=BLOCK_TOKENS)
     changes: Any = Changes()

@@ -14,7 +14,7 @@ from infinistore.integrations.vllm.blocks import Blocks, Save, Step
 from infinistore.integrations.vllm.resets import Deletion, LateWrites
 from infinistore.integrations.vllm.worker import WorkerSide
 
-from .halves import make_cache, make_names, make_record, make_worker, save
+from .halves import ByHand, make_cache, make_names, make_record, make_worker, save
 
 OLD = Step(saves=[Save("w", Blocks(["aa", "bb"], [3, 0]))])
 NEW = Step(saves=[Save("n", Blocks(["cc"], [1]))], resets=1)
@@ -94,9 +94,12 @@ def test_of_several_resets_only_the_last_counts(
 def test_a_deletion_that_fails_is_tried_again_and_the_worker_is_not_past_the_reset(
     store: blocking.BlockingStore, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    now = 0.0
-    record = make_record()
-    late = LateWrites(store, record, lambda block_hash, label: f"{block_hash}/{label}", clock=lambda: now)
+    background = ByHand()
+    late = LateWrites(
+        *(store, make_record(), lambda block_hash, label: f"{block_hash}/{label}"),
+        background=background,
+        clock=lambda: background.now,
+    )
     store.put_many({"aa/0": b"bytes", "bb/0": b"bytes"})
     ticket: Any = SimpleNamespace(done=True, dropped=False)
     dropped: Any = SimpleNamespace(done=True, dropped=True)
@@ -110,25 +113,22 @@ def test_a_deletion_that_fails_is_tried_again_and_the_worker_is_not_past_the_res
     with monkeypatch.context() as away:
         away.setattr(store, "delete", fail)
         assert late.take_past() == 0
-        while not record.counts["failed"]:
-            pass
-        assert late.take_past() == 0
+        background.run()
+    assert late.take_past() == 0  # it has failed
+    background.run(0.9)
     assert late.take_past() == 0  # not yet again
-    now = 1.0
-    while not (past := late.take_past()):
-        pass
-    assert past == 1
+    background.run(0.1)
+    assert late.take_past() == 0
+    background.run()
+    assert late.take_past() == 1
     assert store.keys() == ["bb/0"]
-    late.close()
 
 
 def test_a_worker_is_past_a_reset_although_a_disk_may_bring_blocks_back(
     store: blocking.BlockingStore, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    tries = iter([1.0, 1.0])  # one for each reset
-    late = LateWrites(
-        store, make_record(), lambda block_hash, label: f"{block_hash}/{label}", clock=lambda: next(tries)
-    )
+    background = ByHand()
+    late = LateWrites(*(store, make_record(), lambda block_hash, label: f"{block_hash}/{label}"), background=background)
     hashes = [str(number) for number in range(10_001)]  # more than are deleted at once
     delete = store.delete
 
@@ -141,43 +141,37 @@ def test_a_worker_is_past_a_reset_although_a_disk_may_bring_blocks_back(
         store.put_many({"0/0": b"bytes", "10000/0": b"bytes"})
         late.wrote(cast("Any", SimpleNamespace(done=True, dropped=False)), "0", hashes)
         late.begin(resets)
-        while not late.take_past():
-            pass
+        assert late.take_past() == 0
+        background.run()
+        assert late.take_past() == resets
         assert store.keys() == []
-    late.close()
     assert [record.getMessage().count("DiskFailed: off") for record in caplog.records] == [1]
 
 
 def test_all_is_deleted_again_shortly_after(store: blocking.BlockingStore) -> None:
-    asked = threading.Semaphore(0)
-    may_go_on = threading.Semaphore(0)
-    pauses: list[float] = []
-
-    def pause(stop: threading.Event, pause_s: float) -> bool:
-        pauses.append(pause_s)
-        asked.release()
-        may_go_on.acquire()
-        return False
-
-    deletion = Deletion(store, "vllm/a/", lambda: False, pause=pause)
+    background = ByHand()
+    deletion = Deletion(store, "vllm/a/", lambda: False, background)
     store.put_many({"vllm/a/1": b"bytes", "vllm/b/1": b"bytes"})
     assert deletion.delete()
     assert store.keys() == ["vllm/b/1"]
-    for _ in range(2):
+    for pause_s in (0.25, 2.0):
         store.put("vllm/a/2", b"bytes")  # late
-        asked.acquire()
-        may_go_on.release()
-        while len(store.keys()) == 2:
-            pass
-    deletion.close()
-    assert pauses == [0.25, 2.0]
+        background.run(pause_s)
+        assert store.keys() == ["vllm/b/1"]
+    assert background.pauses == [0.25, 2.0]
+    store.put("vllm/a/2", b"bytes")
+    deletion.close()  # another engine's: this one has done its part
+    assert len(store.keys()) == 2
 
 
 @pytest.mark.parametrize("is_needless", [False, True])
 def test_if_it_is_closed_before_it_deletes_at_once(store: blocking.BlockingStore, is_needless: bool) -> None:
-    deletion = Deletion(store, "vllm/a/", lambda: is_needless, pause=lambda stop, _: stop.wait())
+    background = ByHand()
+    deletion = Deletion(store, "vllm/a/", lambda: is_needless, background)
     assert deletion.delete()
+    background.run(0.2)
     assert deletion.delete()
+    background.run(0.1)  # the first has been superseded
     store.put("vllm/a/1", b"bytes")
     deletion.close()
     assert store.keys() == ["vllm/a/1"] * is_needless
@@ -188,7 +182,7 @@ def test_a_deletion_that_fails_says_what_to_do(
 ) -> None:
     # vLLM's loggers keep what they get, if it is imported.
     monkeypatch.setattr("infinistore.integrations.vllm.resets.LOG", logging.getLogger("of.a.test"))
-    deletion = Deletion(gone, "vllm/a/", lambda: False)
+    deletion = Deletion(gone, "vllm/a/", lambda: False, ByHand())
     assert not deletion.delete()
     deletion.close()
     assert "vllm/a/ may be left" in caplog.text

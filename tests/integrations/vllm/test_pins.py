@@ -17,10 +17,10 @@ from hypothesis import strategies as st
 from infinistore import blocking
 from infinistore.errors import ConfigError
 from infinistore.integrations.internal.prefix_keys import PrefixChain
-from infinistore.integrations.vllm.blocks import Group
+from infinistore.integrations.vllm.blocks import BlockNames, Group
 from infinistore.integrations.vllm.scheduler import Pins, read_prompts
 
-from .halves import BLOCK_TOKENS, FULL, MadeRequest, make_names, make_record, make_scheduler
+from .halves import BLOCK_TOKENS, FULL, ByHand, MadeRequest, make_names, make_record, make_scheduler
 
 SYSTEM = list(range(100, 110))  # two full blocks and two tokens
 PROMPT = [*SYSTEM, *range(200, 206)]  # four full blocks
@@ -50,38 +50,27 @@ def fill(store: blocking.BlockingStore) -> None:
 
 @attrs.define
 class Pinning:
-    """Pins with a clock that stands, and no pauses: the store is asked once a job."""
-
     pins: Pins
-    now: list[float]
+    background: ByHand
 
     def run(self, later_s: float = 0.0) -> None:
-        """Do all that is to be done after so many seconds."""
-        self.now[0] += later_s
+        """Do all that is to be done so many seconds later."""
+        self.background.run(later_s)
         self.pins.go_on()
-        while (job := self.pins.job) is not None:
-            job.result(60)
-            self.pins.go_on()
+        self.background.run()
 
 
 Make = Callable[..., Pinning]
 
 
 @pytest.fixture
-def make(store: blocking.BlockingStore) -> Iterator[Make]:
-    made: list[Pins] = []
+def make(store: blocking.BlockingStore) -> Make:
+    def make(groups: Sequence[Group] = (FULL,), names: BlockNames | None = None, **options: Any) -> Pinning:
+        background = ByHand()
+        given = {"background": background, "clock": lambda: background.now, **options}
+        return Pinning(Pins(store, names or make_names(), groups, make_record(), **given), background)
 
-    def make(groups: Sequence[Group] = (FULL,), **options: Any) -> Pinning:
-        now = [0.0]
-        options.setdefault("pause", lambda _: True)
-        names = options.pop("names", None) or make_names()
-        pins = Pins(store, names, groups, make_record(), clock=lambda: now[0], **options)
-        made.append(pins)
-        return Pinning(pins, now)
-
-    yield make
-    for pins in made:
-        pins.close()
+    return make
 
 
 def test_the_part_of_a_prompt_that_is_in_the_list_is_pinned_and_no_more(
@@ -111,7 +100,6 @@ def test_pins_of_an_engine_that_has_ended_end_by_themselves(
     pinning.run(later_s=60.0)
     now[0] += 600.0
     assert store.stats().store.protected_keys == 6, "it was renewed"
-    pinning.pins.close()
     now[0] += 120.0
     assert store.stats().store.protected_keys == 0
 
@@ -133,12 +121,11 @@ def test_what_is_worth_a_pin_is_the_longest_common_beginning_in_blocks(
     prompts: list[list[int]], tokens: list[int]
 ) -> None:
     with blocking.open_store(pool_bytes=POOL_BYTES) as store:
-        pins = Pins(store, make_names(), (FULL,), make_record(), prompts=prompts, clock=float)
+        pins = Pins(store, make_names(), (FULL,), make_record(), prompts=prompts, background=ByHand(), clock=float)
         whole = [(len(prompt) - 1) // BLOCK_TOKENS * BLOCK_TOKENS for prompt in prompts if prompt]
         listed = [prompt for prompt in prompts if prompt]
         fitting = [end for prompt, end in zip(listed, whole, strict=True) if tokens[:end] == prompt[:end]]
         assert pins.worth(tokens, len(tokens), 0) == max(fitting, default=0)
-        pins.close()
 
 
 @pytest.mark.parametrize(("priority", "worth"), [(-5, 16), (-1, 16), (0, 0), (3, 0)])
@@ -150,15 +137,11 @@ def test_blocks_that_are_being_written_are_pinned_once_they_are_there(
     store: blocking.BlockingStore, make: Make
 ) -> None:
     keys = keys_of(SYSTEM)
-
-    def written(pause_s: float) -> bool:
-        assert pause_s > 0
-        store.put_many(dict.fromkeys(keys, VALUE))
-        return False
-
-    pinning = make(prompts=[SYSTEM], pause=written)
+    pinning = make(prompts=[SYSTEM])
     pinning.pins.use(hashes_of(PROMPT), 8)
     pinning.run()
+    store.put_many(dict.fromkeys(keys, VALUE))
+    pinning.background.run(1.0)
     fill(store)
     assert all(store.exists_many(keys))
 
@@ -234,7 +217,6 @@ def test_pins_of_an_engine_that_has_ended_leave_no_room_until_the_command_of_the
     ended = make(priority=0)
     ended.pins.use(hashes_of(tokens), 20)
     ended.run()
-    ended.pins.close()
     names = make_names(config="of another model")
     keys = names.all_keys(hashes_of(SYSTEM))
     store.put_many(dict.fromkeys(keys, VALUE))

@@ -22,7 +22,9 @@ def run_of(path: Path, first: int, place: str = "GPU", **changes: Any) -> Run:
     names = [path[:end] for end in range(first + 1, len(path) + 1)]
     tokens = [number for name in names for number in tokens_of(name)]
     extra = [f"image {name}" if 3 in name else None for name in names] if 3 in path else ()
-    return Run(place, names, path[:first] or None, tokens, extra, **{"about": len(path[:1]), **changes})
+    return Run(
+        names, path[:first] or None, tokens, extra_keys=extra, place=place, **{"about": len(path[:1]), **changes}
+    )
 
 
 def tokens_of(name: Path) -> list[int]:
@@ -185,7 +187,7 @@ def test_what_differs_is_no_run(other: Run) -> None:
 
 def test_a_token_that_is_no_number_of_a_vocabulary_leaves_its_blocks_out() -> None:
     blocks = StoredBlocks(most=10)
-    follow(blocks, [lambda one: one.store(Run("GPU", ["a", "b"], tokens=[1, 1 << 40]))])
+    follow(blocks, [lambda one: one.store(Run(["a", "b"], tokens=[1, 1 << 40], place="GPU"))])
 
     assert (len(blocks.dump()), blocks.dump().left_out) == (0, 2)
 
@@ -193,7 +195,7 @@ def test_a_token_that_is_no_number_of_a_vocabulary_leaves_its_blocks_out() -> No
 def test_adapters_without_end_take_no_room_without_end() -> None:
     blocks = StoredBlocks(most=10)
     for number in range(5000):
-        follow(blocks, [lambda one, number=number: one.store(Run("GPU", [number], about=str(number)))])  # type: ignore[misc]
+        follow(blocks, [lambda one, number=number: one.store(Run([number], about=str(number), place="GPU"))])  # type: ignore[misc]
 
     assert [run.about for run in runs_of(blocks.dump())] == [str(number) for number in range(10)]
     assert blocks.left_out == 4990

@@ -4,8 +4,6 @@ back, or is told as failed.
 
 import logging
 import threading
-from collections.abc import Callable
-from functools import partial
 from typing import Any
 
 import attrs
@@ -16,11 +14,11 @@ from infinistore import blocking
 from infinistore.errors import ConfigError, LimitExceeded, StoreUnavailable
 from infinistore.integrations.vllm.blocks import Blocks, Load, Save, Step
 from infinistore.integrations.vllm.observations import Observations, merged
-from infinistore.integrations.vllm.worker import WaitingHolds, WorkerSide
+from infinistore.integrations.vllm.worker import WorkerSide
 from tests.bad_days.held import held_after
 from tests.cluster_client.clusters import Member
 
-from .halves import LAYERS, make_cache, make_names, make_record, make_worker, save
+from .halves import LAYERS, ByHand, make_cache, make_names, make_worker, save
 
 HASHES = ["aa", "bb", "cc", "dd"]
 FROM = [3, 0, 5, 1]
@@ -221,28 +219,29 @@ def test_a_load_that_begins_at_once_holds_nothing(
     assert read(store, make_cache(2)) == set()
 
 
-def test_a_hold_that_ends_early_is_released_or_never_placed(store: blocking.BlockingStore) -> None:
+@pytest.mark.parametrize("placed", [True, False])
+def test_what_is_read_in_the_meantime_is_not_held(
+    store: blocking.BlockingStore, monkeypatch: pytest.MonkeyPatch, placed: bool
+) -> None:
     written(store, make_cache(1))
-    holds = WaitingHolds(store, make_record(), 60)
-    ended, reached = threading.Event(), threading.Event()
-    asked: list[str] = []
+    slow, background = SlowRead(store, monkeypatch), ByHand()
+    worker = make_worker(store, make_cache(2), background=background)
+    save(worker, Step(loads=[Load(name, [Blocks(HASHES, TO)]) for name in ("one", "two", "r")]))
+    match = store.match_prefix
 
-    def keys(name: str, before: Callable[[], object]) -> list[str]:
-        before()
-        asked.append(name)
-        return make_names().all_keys(HASHES)
+    def late(keys: list[str], *, hold_s: float) -> blocking.PrefixMatch:
+        found = match(keys, hold_s=hold_s)
+        slow.go_on.set()
+        wait_for(worker, read="r")
+        return found
 
-    first = holds.begin(partial(keys, "while it is being placed", ended.wait))
-    second = holds.begin(partial(keys, "before it is placed", bool))
-    holds.end(second)
-    holds.end(first)
-    ended.set()
-    third = holds.begin(partial(keys, "after the others", reached.set))
-    reached.wait()
-    holds.end(third)
-    holds.close()
-
-    assert set(asked) <= {"while it is being placed", "after the others"}
+    monkeypatch.setattr(store, "match_prefix", late)
+    if not placed:
+        slow.go_on.set()
+        wait_for(worker, read="r")
+        monkeypatch.setattr(store, "match_prefix", lambda *_, **__: pytest.fail("asked"))
+    background.run()
+    worker.close()
     assert store.stats().store.holds == 0
 
 
