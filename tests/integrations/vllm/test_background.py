@@ -19,7 +19,7 @@ def background() -> Iterator[Background]:
 
 def test_while_one_task_pauses_others_go_on(background: Background) -> None:
     done: list[str] = []
-    both = threading.Event()
+    both_are_there, both = threading.Event(), threading.Event()
 
     def task(name: str, *pauses: float) -> Iterator[float]:
         for pause_s in pauses:
@@ -28,8 +28,10 @@ def test_while_one_task_pauses_others_go_on(background: Background) -> None:
         if name == "b":
             both.set()
 
+    background.submit(both_are_there.wait)
     background.start(task("a", 0.0, 3600.0, 0.0))
     background.start(task("b", 0.0, 0.0, 0.001))
+    both_are_there.set()
     assert both.wait(60)
     assert done == ["a", "b", "a", "b", "b"]
 
