@@ -239,7 +239,7 @@ class Removals:
         keys, first = list(up_to_date()), 0
         self._note_purge()
         while first < len(keys):
-            some = keys[first : first + self._slice_keys()]
+            some = keys[first : first + self.slice_keys()]
             yield self._delete(up_to_date(), some, "delete")
             first += len(some)
 
@@ -247,7 +247,8 @@ class Removals:
         if self.deletions is not None:
             self.deletions.note_all()
 
-    def _slice_keys(self) -> int:
+    def slice_keys(self) -> int:
+        """How many keys the next slice of a purge has."""
         return _SLICE_KEYS
 
     def drop_if_damaged(self, index: Index, key: str) -> bool:

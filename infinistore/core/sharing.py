@@ -482,7 +482,8 @@ class TenantSpace(Space):
             return None
         return super().reserve_spare(sizes, footprint_bytes)
 
-    def _make_space(self, index: Index, wanted_bytes: int) -> None:
+    def make_space(self, index: Index, wanted_bytes: int) -> None:
+        """As for any store, at the cost of any tenant."""
         self._sharing.make_space(self, wanted_bytes)
 
     def _make_larger_pieces(self, index: Index, wanted_bytes: int, rounds: int) -> None:

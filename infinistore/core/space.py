@@ -119,7 +119,7 @@ class Space:
         beside what is pinned and reserved, and nothing was evicted; or the free space
         is too fragmented, and a bounded amount was.
         """
-        self._make_space(index, footprint_bytes)
+        self.make_space(index, footprint_bytes)
         extents = self._allocate(sizes)
         if extents is None and self._retired.stored is not None:  # space may be waiting there
             self._reclaim()
@@ -197,7 +197,7 @@ class Space:
         self.evicted["manual"] += evicted
         return evicted
 
-    def _make_space(self, index: Index, wanted_bytes: int) -> None:
+    def make_space(self, index: Index, wanted_bytes: int) -> None:
         """Evict what a batch needs, and some more towards the low watermark."""
         pool, watermarks = self._pool, self._watermarks
         high_bytes = watermarks.high * pool.capacity_bytes - wanted_bytes

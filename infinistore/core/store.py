@@ -31,10 +31,9 @@ before it calls anything else, needs neither.
 
 import random as random_module
 from collections.abc import Callable, Iterator, Sequence
+from typing import NamedTuple
 
-from infinistore.buggify import Buggify
 from infinistore.core.arena import Arena
-from infinistore.core.buggified import Parts, parts
 from infinistore.core.clients import Client, Hazard, Lease, Reservation, read_of
 from infinistore.core.committed import Written
 from infinistore.core.deletions import Deletions
@@ -42,10 +41,12 @@ from infinistore.core.hand_over import HandOver, PoolParts
 from infinistore.core.index import Entry, Index, first_keys, length_of
 from infinistore.core.journal import Journal
 from infinistore.core.limits import CoreLimits, Watermarks
-from infinistore.core.pins import HAZARDS_PER_BLOCK, HazardPins, Holds, PinTable
+from infinistore.core.pins import HAZARDS_PER_BLOCK, HazardPins, Holds, PinTable, Retired
 from infinistore.core.pool import Pool
-from infinistore.core.removals import RemovalLog
+from infinistore.core.reads import Reads
+from infinistore.core.removals import RemovalLog, Removals
 from infinistore.core.retention import Retention
+from infinistore.core.sharing import TenantSpace
 from infinistore.core.space import EvictionCause, Growth, Space
 from infinistore.core.writes import Writes
 from infinistore.statistics import EvictionStatistics, StoreStatistics
@@ -125,13 +126,25 @@ class Singles:
         return stored
 
 
+class CoreParts(NamedTuple):
+    """The classes, or functions like them, that make the parts of a store."""
+
+    retired: Callable[..., Retired] = Retired
+    removals: Callable[..., Removals] = Removals
+    space: Callable[..., Space] = Space
+    tenant_space: Callable[..., TenantSpace] = TenantSpace
+    """Takes the place of `space` where tenants share a pool."""
+    writes: Callable[..., Writes] = Writes
+    reads: Callable[..., Reads] = Reads
+
+
 class StoreCore:
     """A key-value store over a pool of memory. Keys are str, values bytes in the pool.
 
     `clock` returns seconds on a monotonic clock. `random` creates the ids of holds; the
     default is the operating system's generator. `growth` states how much the pool may
     grow; the default is not at all. `journal` is told what is committed and removed.
-    `buggify` is for simulations, `make_parts` for stores that share a pool.
+    `parts` makes the parts; simulations and stores that share a pool have their own.
     """
 
     def __init__(
@@ -144,8 +157,7 @@ class StoreCore:
         random: random_module.Random | None = None,
         growth: Growth | None = None,
         journal: Journal | None = None,
-        buggify: Buggify | None = None,
-        make_parts: Callable[[Buggify | None], Parts] = parts,
+        parts: CoreParts | None = None,
     ) -> None:
         self.pool = pool
         self.limits = limits or CoreLimits()
@@ -155,10 +167,10 @@ class StoreCore:
         self._pins = pins = PinTable(pool.footprint)  # by leases, holds and hazards
         self.retention = retention = Retention(pool, pins, self.limits, clock)
         """What ends at a time, and what is protected from eviction."""
-        make = make_parts(buggify)
-        self._retired = retired = make.retired(pool, pins)
-        self._removals = removals = make.removals(pool, retired, retention, journal)
-        self._space = space = make.space(
+        parts = parts or CoreParts()
+        self._retired = retired = parts.retired(pool, pins)
+        self._removals = removals = parts.removals(pool, retired, retention, journal)
+        self._space = space = parts.space(
             pool, pins, retired, removals, retention, watermarks=watermarks or Watermarks(), growth=self.growth
         )
         random = random or random_module.SystemRandom()
@@ -170,10 +182,10 @@ class StoreCore:
         self._hazard_pins = hazard_pins = HazardPins(pins, retired)
         retired.scan_hazards, retired.unread_hazards = hazard_pins.scan, hazard_pins.unread
         others = {"retired": retired, "holds": holds, "hazard_pins": hazard_pins, "journal": journal}
-        writes = make.writes(pool, self.limits, space=space, removals=removals, retention=retention, **others)
+        writes = parts.writes(pool, self.limits, space=space, removals=removals, retention=retention, **others)
         self._committed, self._writes = writes.committed, writes
         retention.look = self._committed.up_to_date
-        self._reads = make.reads(pool, self.limits, self._committed, pins=pins, **others)
+        self._reads = parts.reads(pool, self.limits, self._committed, pins=pins, **others)
         parts_of_pool = PoolParts(pool, self._committed, pins, retired, removals, retention, holds, self._reads)
         self.hand_over = HandOver(parts_of_pool, self.open_client)
         self.singles = Singles(parts_of_pool, writes, space, hazard_pins)

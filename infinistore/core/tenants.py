@@ -20,8 +20,6 @@ from typing import Any
 
 import attrs
 
-from infinistore.buggify import Buggify
-from infinistore.core.buggified import Parts, parts, tenant_space
 from infinistore.core.clients import Client, Hazard
 from infinistore.core.hand_over import Adopted
 from infinistore.core.index import Entry
@@ -31,7 +29,7 @@ from infinistore.core.pool import Pool
 from infinistore.core.pool_state import PoolState
 from infinistore.core.sharing import Sharing, TenantPool, TenantSpace
 from infinistore.core.space import EvictionCause
-from infinistore.core.store import StoreCore
+from infinistore.core.store import CoreParts, StoreCore
 from infinistore.errors import ConfigError, LimitExceeded
 from infinistore.sizes import in_units
 from infinistore.statistics import StoreStatistics
@@ -69,12 +67,12 @@ class TenantStore(StoreCore):
         clock: Callable[[], float],
         limits: CoreLimits,
         random: random_module.Random | None = None,
-        buggify: Buggify | None = None,
+        parts: CoreParts,
         journal: Journal | None = None,
     ) -> None:
         self._sharing = sharing
         self._tenant_pool = pool = TenantPool(sharing.pool)
-        self._make_space = tenant_space(buggify)
+        self._make_space = parts.tenant_space
         self.tenant_limits = tenant_limits
         super().__init__(
             pool,
@@ -82,9 +80,8 @@ class TenantStore(StoreCore):
             limits=_Limits(**attrs.asdict(limits), check_pins=self._check_pins),
             watermarks=sharing.watermarks,
             random=random,
-            buggify=buggify,
             journal=journal,
-            make_parts=self._make_parts,
+            parts=parts._replace(space=self._make_tenant_space),
         )
         space = self._tenant_space
         space.index = self._committed.up_to_date
@@ -146,9 +143,6 @@ class TenantStore(StoreCore):
             self.reclaim()
             self._sharing.mapping.pop(self._tenant_space, None)
 
-    def _make_parts(self, buggify: Buggify | None) -> Parts:
-        return parts(buggify)._replace(space=self._make_tenant_space)
-
     def _make_tenant_space(self, *arguments: Any, **options: Any) -> TenantSpace:
         self._tenant_space = self._make_space(self._sharing, self.tenant_limits, *arguments, **options)
         return self._tenant_space
@@ -181,7 +175,7 @@ class Tenants:
         limits: CoreLimits | None = None,
         watermarks: Watermarks | None = None,
         random: random_module.Random | None = None,
-        buggify: Buggify | None = None,
+        parts: CoreParts | None = None,
     ) -> None:
         self.pool = pool
         self.sharing = Sharing(pool, watermarks or Watermarks())
@@ -193,7 +187,7 @@ class Tenants:
         self._clock = clock
         self._core_limits = limits or CoreLimits()
         self._random = random or random_module.SystemRandom()
-        self._buggify = buggify
+        self._parts = parts or CoreParts()
 
     def __len__(self) -> int:
         """Return the number of tenants."""
@@ -379,7 +373,7 @@ class Tenants:
             clock=self._clock,
             limits=self._core_limits,
             random=self._random,
-            buggify=self._buggify,
+            parts=self._parts,
             journal=journal,
         )
         self._watch(store)

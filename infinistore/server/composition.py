@@ -36,7 +36,6 @@ from infinistore.kept_errors import KeptError
 from infinistore.protocol.messages import HelloReply, Shard, shards_to_texts
 from infinistore.secret_files import read_token
 from infinistore.server.budgets import DescriptorBudget, LogBudget
-from infinistore.server.buggified import buggified, collide, make_body_budget
 from infinistore.server.connection import SessionLimits
 from infinistore.server.environment import Environment
 from infinistore.server.listeners import Listeners, ServerAddresses, open_listeners
@@ -123,7 +122,7 @@ async def run_server(
     """
     if config.shards > 1:
         raise ConfigError(f"--shards {config.shards}: this is one process; start the command infinistore for more")
-    environment = buggified(environment or Environment())
+    environment = environment or Environment()
     manager = environment.service_manager
     if config.take_over:
         await environment.run_in_thread(forget_kept, manager)
@@ -311,8 +310,14 @@ async def open_disks(
 def make_core(config: ServerConfig, pool: Pool, environment: Environment) -> StoreCore:
     """Make the store of a server."""
     journal = _make_journal(config) if config.disks else None
-    clock, random, buggify = environment.clock, environment.random, environment.buggify
-    return StoreCore(pool, clock=clock, limits=_core_limits(config), random=random, journal=journal, buggify=buggify)
+    return StoreCore(
+        pool,
+        clock=environment.clock,
+        limits=_core_limits(config),
+        random=environment.random,
+        journal=journal,
+        parts=environment.core_parts,
+    )
 
 
 def _core_limits(config: ServerConfig) -> CoreLimits:
@@ -426,11 +431,9 @@ def compose_server(
     background: Sequence[_Background] = (),
     tenancy: "Tenancy | None" = None,
 ) -> Server:
-    """Put a server together. The store, its movers and the addresses are there already,
-    and the environment is `buggified` if it is to be. `shards` are those that it is one
-    of.
+    """Put a server together, from a store, its movers and its addresses. `shards` are
+    those that it is one of.
     """
-    collide(core, environment)
     growth = _make_growth(config, core, environment, movers)
     hello = HelloReply(
         instance=f"{environment.random.getrandbits(128):032x}",
@@ -482,7 +485,7 @@ def compose_server(
         disks=disk,
         recorder=recorder,
         log_budget=log_budget,
-        body_budget=make_body_budget(environment),
+        body_budget=environment.make_body_budget(environment.body_budget_bytes),
         giving=giving,
         keeping=keeping,
     )

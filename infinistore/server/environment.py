@@ -10,15 +10,15 @@ from typing import TYPE_CHECKING, Any
 import attrs
 import trio
 
-from infinistore.buggify import Buggify
 from infinistore.config import ServerConfig
 from infinistore.core.arena import Arena, create_arena
+from infinistore.core.store import CoreParts
 from infinistore.disk_settings import DiskPlace
 from infinistore.host import MemoryLimit, available_memory
 from infinistore.protocol.frame_reader import READ_AHEAD_BYTES
 from infinistore.protocol.messages import Shard
 from infinistore.protocol.shared_tables import tables_are_safe_here
-from infinistore.server.budgets import BODY_BUDGET_BYTES
+from infinistore.server.budgets import BODY_BUDGET_BYTES, BodyBudget
 from infinistore.server.listeners import Listeners, ServerAddresses, open_listeners
 from infinistore.service_manager import ServiceManager
 from infinistore.transports import Transport, installed_transports
@@ -64,6 +64,9 @@ class Environment:
     """The memory for long bodies of requests while they arrive, of all connections
     together.
     """
+    make_body_budget: Callable[[int], BodyBudget] = BodyBudget
+    core_parts: CoreParts = attrs.field(factory=CoreParts)
+    """What makes the parts of stores."""
     installed_transports: Callable[[], list[Transport]] = installed_transports
     open_disks: "Callable[[Sequence[DiskPlace], Random], StoreDisks]" = _open_disks
     """Opens the disks of a configuration that names some. Blocking."""
@@ -85,5 +88,3 @@ class Environment:
     """
     client: "ClientEnvironment | None" = None
     """What it passes blocks to other nodes with."""
-    buggify: Buggify | None = None
-    """What makes rare behaviour frequent, in simulations."""

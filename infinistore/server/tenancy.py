@@ -540,7 +540,7 @@ async def open_groups(
         if not pool.arenas:
             pool.add_arena(await environment.run_in_thread(make_arena, 0, size_bytes))
         tenants = Tenants(
-            pool, clock=environment.clock, limits=limits, random=environment.random, buggify=environment.buggify
+            pool, clock=environment.clock, limits=limits, random=environment.random, parts=environment.core_parts
         )
         try:
             tenants.apply(members)

@@ -8,7 +8,6 @@ from typing import Any
 
 import pytest
 
-from infinistore.buggify import Buggify, Point
 from infinistore.core import Client, CoreLimits, Pool, StoreCore, Watermarks, create_arena
 from infinistore.core.clients import Hazard
 from infinistore.core.index import Entry
@@ -16,6 +15,7 @@ from infinistore.core.tenants import Tenants, TenantStore
 from infinistore.errors import ConfigError, LimitExceeded, OutOfMemory
 from infinistore.tenant_limits import TenantLimits
 from tests.core.conftest import UNIT_BYTES, FakeClock, make_allocator
+from tests.simulation.buggify import Buggify, Point, core_parts
 
 UNITS = 64
 ARENA_BYTES = UNITS * UNIT_BYTES
@@ -543,7 +543,7 @@ def test_parts_that_misbehave_within_their_bounds_take_nothing_that_is_reserved(
     points = [Point.ALLOCATION_REFUSED, Point.SCATTERED_BATCH, Point.EARLY_EVICTION, Point.EARLY_RECLAIM]
     buggify = Buggify(random.Random(3), dict.fromkeys(points, 0.3))
     tenants = make_tenants(limits("a", reserved=20), limits("b"))
-    misbehaving = make_tenants(limits("a", reserved=20), limits("b"), buggify=buggify)
+    misbehaving = make_tenants(limits("a", reserved=20), limits("b"), parts=core_parts(buggify))
     for made in (tenants, misbehaving):
         put(made.store("a"), "a")
         for number in range(100):

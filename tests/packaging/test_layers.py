@@ -15,7 +15,6 @@ from .imports import PACKAGE, import_graph, product_files
 
 GROUND: dict[str, set[str]] = {
     "addresses": {"settings"},
-    "buggify": set(),
     # cluster: its URL, before anything is begun.
     "config": {"addresses", "cluster", "disk_settings", "errors", "host", "settings", "sizes"},
     "disk_settings": {"errors", "settings", "sizes"},
@@ -47,7 +46,6 @@ MAY_IMPORT: dict[str, set[str]] = {
     **GROUND,
     "allocators": {"errors", "sizes", "statistics"},
     "core": {
-        "buggify",
         "errors",
         "keys",
         "sizes",
@@ -99,7 +97,6 @@ MAY_IMPORT: dict[str, set[str]] = {
 WITHIN: dict[str, dict[str, set[str]]] = {
     "client": {
         "environment": {"movers"},
-        "buggified": {"movers"},
         "cluster": {"connection", "environment", "memory", "movers", "options", "requests"},
         "store_options": set(),
         "options": {"store_options"},
@@ -125,7 +122,6 @@ WITHIN: dict[str, dict[str, set[str]]] = {
         "maintenance": set(),
         "recorder": set(),
         "environment": {"budgets", "listeners"},
-        "buggified": {"budgets", "environment"},
         "security": {"certificates"},
         "connection": {"disk", "maintenance"},
         "take_over": {"connection", "listeners"},
@@ -143,7 +139,7 @@ WITHIN: dict[str, dict[str, set[str]]] = {
         "management": {"budgets", "certificates", "listeners", "maintenance", "security", "server"},
         "cluster": {"environment", "server"},
         "composition": {
-            *("buggified", "budgets", "certificates", "cluster", "connection", "disk", "environment", "listeners"),
+            *("budgets", "certificates", "cluster", "connection", "disk", "environment", "listeners"),
             *("maintenance", "management", "movers", "recorder", "security", "server", "session"),
             *("take_over", "telemetry", "tenancy", "tenant_disks"),
         },

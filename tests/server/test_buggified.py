@@ -7,20 +7,14 @@ from unittest.mock import create_autospec
 import pytest
 
 import infinistore
-from infinistore.buggify import Buggify, Point
 from infinistore.errors import OutOfMemory
-from infinistore.server.buggified import BuggifiedStream, buggified
 from infinistore.server.environment import Environment
 from infinistore.transports.base import ReactingStream, Stream, can_react
 from tests.server.running import KIB, MIB, make_config, running_server
+from tests.simulation.buggify import BuggifiedStream, Buggify, Point, buggified
 
 VALUES = {f"{number}/{'x' * 200}": bytes([number]) * 30 * KIB for number in range(40)}
 STREAMS = {Point.SHORT_SEND, Point.SLOW_SEND, Point.SHORT_RECEIVE, Point.SLOW_SESSION}
-
-
-def test_without_buggify_an_environment_stays_as_it_is() -> None:
-    environment = Environment()
-    assert buggified(environment) is environment
 
 
 async def serve_everything(
@@ -31,7 +25,7 @@ async def serve_everything(
     """
     buggify = Buggify(Random(3), dict.fromkeys(points, chance))
     config = make_config(unix_socket=f"{folder}/socket", manage_port=None, prealloc_bytes=32 * MIB)
-    async with running_server(config, Environment(buggify=buggify)) as server:
+    async with running_server(config, buggified(Environment(), buggify)) as server:
         while not buggify.fired.keys() >= (until_fired or points):
             for scheme in ("unix", "shm"):
                 async with infinistore.open_store(f"{scheme}://{server.unix_path}", inline_bytes=0) as store:
@@ -70,7 +64,7 @@ async def test_a_server_whose_growth_is_refused_serves_with_what_it_has(tmp_path
     buggify = Buggify(Random(3), {Point.GROWTH_REFUSED: 1.0})
     config = make_config(auto_increase=True, max_pool_bytes=16 * MIB, manage_port=None)
     async with (
-        running_server(config, Environment(buggify=buggify)) as server,
+        running_server(config, buggified(Environment(), buggify)) as server,
         infinistore.open_store(server.url) as store,
     ):
         with pytest.raises(OutOfMemory):
@@ -82,7 +76,7 @@ async def test_a_server_whose_growth_is_refused_serves_with_what_it_has(tmp_path
 
 async def test_a_server_that_is_out_of_descriptors_accepts_a_moment_later() -> None:
     buggify = Buggify(Random(3), {Point.ACCEPT_REFUSED: 0.8})
-    async with running_server(make_config(manage_port=None), Environment(buggify=buggify)) as server:
+    async with running_server(make_config(manage_port=None), buggified(Environment(), buggify)) as server:
         async with infinistore.open_store(server.url) as store:
             await store.put("a", b"value")
         assert buggify.fired[Point.ACCEPT_REFUSED]

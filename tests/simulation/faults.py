@@ -14,7 +14,7 @@ from functools import partial
 
 import attrs
 
-from infinistore.buggify import Buggify, Point
+from tests.simulation.buggify import Buggify, Point
 from tests.simulation.history import Call, History
 from tests.simulation.network import Network
 from tests.simulation.nodes import ServerNode

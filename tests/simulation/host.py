@@ -18,8 +18,6 @@ from unittest import mock
 import attrs
 import trio
 
-from infinistore.buggify import Buggify
-from infinistore.client.buggified import buggified
 from infinistore.client.environment import Environment as ClientEnvironment
 from infinistore.client.movers.shm.mapped_pool import Machine, ServerWatch
 from infinistore.client.options import StoreUrl
@@ -28,6 +26,7 @@ from infinistore.protocol import shared_tables
 from infinistore.server.environment import Environment
 from infinistore.server.movers.base import Mover
 from infinistore.server.movers.shm import LivenessPipe, PublishedRemovals, ShmMover
+from tests.simulation.buggify import Buggify, buggified_machine
 from tests.simulation.network import Listener, NetworkSettings
 from tests.simulation.nodes import ServerNode, Sharing
 from tests.simulation.processes import STOP_CHANCES, Killed, Process, Processes
@@ -187,7 +186,7 @@ class SharedHost(Plug):
             spare_bytes=range(1 if self.settings.asks_ahead else 1 << 20, 1 << 24),
         )
         if self.buggify is not None:
-            machine = buggified(machine, self.buggify)
+            machine = buggified_machine(machine, self.buggify)
         settings = self.settings
         url = f"infinistore://{server}:1" if settings.asks_by_tcp else f"shm://{SOCKET}"
         options = {

@@ -17,7 +17,6 @@ import trio
 import infinistore
 from infinistore.access.policy import TenantPolicy
 from infinistore.allocators import create_allocator
-from infinistore.buggify import Buggify
 from infinistore.client.api.store import AsyncStore
 from infinistore.client.extension import Environment as ClientEnvironment
 from infinistore.client.options import StoreUrl
@@ -27,11 +26,11 @@ from infinistore.core import Arena, Journal, Pool, StoreCore, create_arena
 from infinistore.core.limits import CoreLimits, Watermarks
 from infinistore.server import Server, ServerAddresses
 from infinistore.server.budgets import BODY_BUDGET_BYTES
-from infinistore.server.buggified import buggified
 from infinistore.server.composition import compose_server, join_cluster, open_disks, share_descriptors
 from infinistore.server.environment import Environment
 from infinistore.server.movers.inline import InlineMover
 from infinistore.server.tenancy import Tenancy
+from tests.simulation.buggify import Buggify, buggified
 from tests.simulation.history import History, Life
 from tests.simulation.network import Listener, Network, as_socket
 from tests.simulation.streams import SimulatedStream
@@ -196,13 +195,13 @@ class ServerNode:
             read_ahead_bytes=settings.read_ahead_bytes,
             run_in_thread=self.run_in_thread,
             create_arena=_create_arena,
-            buggify=self.buggify,
         )
         plugs = self.world.plugs
         for plug in plugs:
             config = plug.config(self, config)
             environment = plug.environment(self, environment)
-        environment = buggified(environment)
+        if self.buggify is not None:
+            environment = buggified(environment, self.buggify)
         with ExitStack() as resources:
             policy: TenantPolicy | None = None
             tenancy: Tenancy | None = None
@@ -314,7 +313,7 @@ class ServerNode:
             journal=Journal(reads=config.disk_admission == "second-use") if config.disks else None,
             watermarks=Watermarks(self.settings.low, self.settings.high),
             random=environment.random,
-            buggify=environment.buggify,
+            parts=environment.core_parts,
         )
 
     async def run_in_thread(self, work: Callable[..., Any], *args: Any) -> Any:

@@ -2,7 +2,7 @@
 
 from collections import Counter
 
-from infinistore.buggify import Point
+from tests.simulation.buggify import Point
 
 __all__ = ["LEAST_FIRED", "SEEDS", "seldom_fired"]
 

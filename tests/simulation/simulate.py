@@ -12,7 +12,7 @@ from typing import Any
 import attrs
 import trio
 
-from infinistore.buggify import Point
+from tests.simulation.buggify import Point
 from tests.simulation.checker import check
 from tests.simulation.clusters import SimulatedCluster, single_places
 from tests.simulation.disks import SimulatedDisks
@@ -52,7 +52,7 @@ class Outcome:
     faults: Counter[str]
     """How many faults there were of each kind."""
     buggified: Counter[str]
-    """How often each point of `infinistore.buggify` has happened."""
+    """How often each point of `tests.simulation.buggify` has happened."""
     violations: list[str]
     """What was found wrong."""
     last_events: list[Event]

@@ -27,7 +27,7 @@ class Trial:
     key_operations: int = 0
     faults: Counter[str] = attrs.field(factory=Counter)
     points: Counter[str] = attrs.field(factory=Counter)
-    """How often each point of `infinistore.buggify` fired, by name."""
+    """How often each point of `tests.simulation.buggify` fired, by name."""
     virtual_s: float = 0.0
     cpu_s: float = 0.0
     """The processor time of the run."""

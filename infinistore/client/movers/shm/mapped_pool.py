@@ -94,7 +94,7 @@ class Machine:
     repeat."""
     known_blocks: Callable[[int], KnownBlocks] = KnownBlocks
     known_reads: Callable[..., KnownReads] = KnownReads
-    """What simulations replace by what `infinistore.client.buggified` has."""
+    """What simulations replace by their own."""
 
 
 class MappedPool:
