@@ -9,7 +9,7 @@ blocking twin iterate over what `Removed` finds (`infinistore.client.api.results
 
 from collections.abc import Iterable, Mapping, Sequence
 from itertools import compress
-from typing import Any, ClassVar, NamedTuple, TypeAlias
+from typing import Any, ClassVar, NamedTuple, Self, TypeAlias
 
 import attrs
 
@@ -18,8 +18,7 @@ from infinistore.client.memory.views import Kept, Leased, ReservedRoom
 from infinistore.cluster.membership import View
 from infinistore.errors import KeyNotFound, StoreUnavailable
 from infinistore.kept_errors import KeptError
-from infinistore.protocol.messages import KeyedRequest, StoreRequest
-from infinistore.statistics import Stats
+from infinistore.protocol.messages import BatchRequest, KeyedRequest, StoreRequest
 
 
 def closed(why: str) -> StoreUnavailable:
@@ -102,7 +101,7 @@ class Prefetched:
 
 
 @attrs.define
-class Put(StoreRequest[list[str]]):
+class Put(BatchRequest[list[str]]):
     """Store a batch; the result is the keys that were skipped because they were there.
 
     Parts can be stored in different places: the results of `at` are added up. If
@@ -123,9 +122,9 @@ class Put(StoreRequest[list[str]]):
         """The keys of the batch."""
         return self.batch.keys
 
-    def at(self, positions: Sequence[int]) -> "Put":
+    def at(self, positions: Sequence[int]) -> Self:
         """Return the same request for the keys at these positions only."""
-        return Put(self.batch.at(positions), self.replace, self.ttl_us, self.since)
+        return attrs.evolve(self, batch=self.batch.at(positions))
 
 
 @attrs.define
@@ -134,10 +133,6 @@ class Get(KeyedRequest[bytearray | None]):
 
     keys: Sequence[str]
     moves_blocks = True
-
-    def at(self, positions: Sequence[int]) -> "Get":
-        """Return the same request for the keys at these positions only."""
-        return Get([self.keys[i] for i in positions])
 
 
 @attrs.define
@@ -156,13 +151,13 @@ class GetInto(KeyedRequest[int | None]):
         """The keys of the batch."""
         return self.batch.keys
 
-    def at(self, positions: Sequence[int]) -> "GetInto":
+    def at(self, positions: Sequence[int]) -> Self:
         """Return the same request for the keys at these positions only."""
-        return GetInto(self.batch.at(positions), self.all_or_nothing)
+        return attrs.evolve(self, batch=self.batch.at(positions))
 
 
 @attrs.define
-class PutFromDevice(StoreRequest[list[str]]):
+class PutFromDevice(BatchRequest[list[str]]):
     """Store a batch that lies in registered memory of GPUs; the result is as of
     `Put`.
     """
@@ -178,9 +173,9 @@ class PutFromDevice(StoreRequest[list[str]]):
         """The keys of the batch."""
         return self.batch.keys
 
-    def at(self, positions: Sequence[int]) -> "PutFromDevice":
+    def at(self, positions: Sequence[int]) -> Self:
         """Return the same request for the keys at these positions only."""
-        return PutFromDevice(self.batch.at(positions), self.replace, self.ttl_us)
+        return attrs.evolve(self, batch=self.batch.at(positions))
 
 
 @attrs.define
@@ -196,23 +191,19 @@ class GetToDevice(KeyedRequest[int | None]):
         """The keys of the batch."""
         return self.batch.keys
 
-    def at(self, positions: Sequence[int]) -> "GetToDevice":
+    def at(self, positions: Sequence[int]) -> Self:
         """Return the same request for the keys at these positions only."""
-        return GetToDevice(self.batch.at(positions), self.all_or_nothing)
+        return attrs.evolve(self, batch=self.batch.at(positions))
 
 
 @attrs.define
-class Lease(StoreRequest[Leased]):
+class Lease(BatchRequest[Leased]):
     """Pin blocks and look at them in place; `verify` checks their checksums."""
 
     keys: Sequence[str]
     verify: bool
     moves_blocks = True
     pins = True
-
-    def at(self, positions: Sequence[int]) -> "Lease":
-        """Return the same request for the keys at these positions only."""
-        return Lease([self.keys[i] for i in positions], self.verify)
 
 
 @attrs.define
@@ -244,10 +235,6 @@ class Exists(KeyedRequest[bool]):
 
     keys: Sequence[str]
 
-    def at(self, positions: Sequence[int]) -> "Exists":
-        """Return the same request for the keys at these positions only."""
-        return Exists([self.keys[i] for i in positions])
-
     def merge(self, parts: Iterable[tuple[Sequence[int], Sequence[bool]]]) -> Found:
         """Put the results of parts into the order of the keys, and add up what is on
         disk.
@@ -258,7 +245,7 @@ class Exists(KeyedRequest[bool]):
 
 
 @attrs.define
-class MatchPrefix(StoreRequest[Matched]):
+class MatchPrefix(BatchRequest[Matched]):
     """Count the leading keys that are there.
 
     With `hold_s` seconds, what was counted is held.
@@ -267,10 +254,6 @@ class MatchPrefix(StoreRequest[Matched]):
     keys: Sequence[str]
     hold_s: float = 0
 
-    def at(self, positions: Sequence[int]) -> "MatchPrefix":
-        """Return the same request for the keys at these positions only."""
-        return MatchPrefix([self.keys[i] for i in positions], self.hold_s)
-
 
 @attrs.define
 class ReleaseHold(StoreRequest[bool]):
@@ -278,57 +261,6 @@ class ReleaseHold(StoreRequest[bool]):
 
     hold: str
     idempotent = False
-
-
-@attrs.define
-class Delete(StoreRequest[int]):
-    """Delete keys; the result is how many were there."""
-
-    keys: Sequence[str]
-    idempotent = False
-
-    def at(self, positions: Sequence[int]) -> "Delete":
-        """Return the same request for the keys at these positions only."""
-        return Delete([self.keys[i] for i in positions])
-
-
-@attrs.define
-class Pin(KeyedRequest[bool]):
-    """Protect keys from eviction, or no more; tell for each whether it is protected
-    now, or was. If `ttl_us` is not 0, that ends after so many microseconds.
-    """
-
-    keys: Sequence[str]
-    pinned: bool = True
-    ttl_us: int = 0
-    idempotent = False
-
-    def at(self, positions: Sequence[int]) -> "Pin":
-        """Return the same request for the keys at these positions only."""
-        return Pin([self.keys[i] for i in positions], self.pinned, self.ttl_us)
-
-
-@attrs.define
-class TimesLeft(KeyedRequest[int | None]):
-    """Ask after how many microseconds keys end; 0 for those that do not, None for those
-    that are missing.
-    """
-
-    keys: Sequence[str]
-
-    def at(self, positions: Sequence[int]) -> "TimesLeft":
-        """Return the same request for the keys at these positions only."""
-        return TimesLeft([self.keys[i] for i in positions])
-
-
-@attrs.define
-class Mark(StoreRequest[int]):
-    """Ask for a mark, for `Put.since`; the result is 0 if the server makes none.
-
-    With `ends_earlier`, puts with earlier marks store nothing from now on.
-    """
-
-    ends_earlier: bool = False
 
 
 @attrs.define
@@ -359,31 +291,13 @@ class Copy(StoreRequest[list[str]]):
 
 
 @attrs.define
-class Flush(StoreRequest[int]):
-    """Make the blocks of keys durable; the result is how many keys have a durable one.
-
-    Parts can be in different places: the results of `at` are added up.
-    """
-
-    keys: Sequence[str]
-
-    def at(self, positions: Sequence[int]) -> "Flush":
-        """Return the same request for the keys at these positions only."""
-        return Flush([self.keys[i] for i in positions])
-
-
-@attrs.define
-class Prefetch(StoreRequest[Prefetched]):
+class Prefetch(BatchRequest[Prefetched]):
     """Begin to read blocks from disk into memory; with `hold_s` seconds, hold what is
     there.
     """
 
     keys: Sequence[str]
     hold_s: float = 0
-
-    def at(self, positions: Sequence[int]) -> "Prefetch":
-        """Return the same request for the keys at these positions only."""
-        return Prefetch([self.keys[i] for i in positions], self.hold_s)
 
 
 @attrs.define
@@ -395,31 +309,6 @@ class ListKeys(StoreRequest[list[str]]):
     after: str
     every_node: bool = False
     """Whether a node of a cluster that does not answer makes it fail."""
-
-
-@attrs.define
-class Evict(StoreRequest[int]):
-    """If more than `high` of the pool is used, evict down to `low`; the result is how
-    many blocks.
-    """
-
-    low: float
-    high: float
-    idempotent = False
-
-
-@attrs.define
-class Purge(StoreRequest[int]):
-    """Delete everything; the result is how many keys there were."""
-
-    idempotent = False
-
-
-@attrs.define
-class GetStatistics(StoreRequest[Stats]):
-    """Read the statistics of the store; with `details`, also those that take longer."""
-
-    details: bool
 
 
 Place: TypeAlias = tuple[int, int]

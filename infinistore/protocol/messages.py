@@ -8,14 +8,15 @@ stands before the requests that it answers.
 import enum
 from array import array
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Any, ClassVar, Final, Generic, NewType, TypeVar
+from typing import Any, ClassVar, Final, Generic, NewType, Self, TypeVar, cast
 
 import attrs
 from attrs import validators
 
-from infinistore.errors import ProtocolError
+from infinistore.errors import ProtocolError, VersionMismatch
 from infinistore.keys import MAX_KEY_BYTES
 from infinistore.protocol.versions import Capability, NewerFields
+from infinistore.statistics import Stats
 
 _T = TypeVar("_T")
 _T_co = TypeVar("_T_co", covariant=True)
@@ -57,6 +58,11 @@ class Message:
 class Reply(Message):
     """Answers a request."""
 
+    @property
+    def result(self) -> Any:
+        """What a store returns to its caller."""
+        return self
+
 
 @attrs.frozen
 class Request(Message):
@@ -65,6 +71,15 @@ class Request(Message):
     REPLY: ClassVar[type[Reply] | None] = None
     """What answers it, unless an `ErrorReply` does. None: it has no reply, and the
     client does not wait."""
+
+    def of_older_server(self) -> Any:
+        """Return the result where the server does not know this request.
+
+        Raises:
+            VersionMismatch: there is none.
+        """
+        name = type(self).__name__
+        raise VersionMismatch(f"the peer does not understand {name}; install the same release of infinistore on both")
 
 
 class StoreRequest(Generic[_T_co]):
@@ -88,21 +103,26 @@ class StoreRequest(Generic[_T_co]):
     """The reservation that this request begins or ends, if it does."""
 
 
-class KeyedRequest(StoreRequest[list[_T]]):
-    """A request whose result has one item for each key, so that it can be cut
-    by key.
-    """
+class BatchRequest(StoreRequest[_T_co]):
+    """A request about keys, which can be cut into parts with some of them."""
 
     __slots__ = ()
 
     @property
     def keys(self) -> Sequence[str]:
-        """The keys, in the order of the result."""
+        """The keys, in the order of the caller."""
         raise NotImplementedError
 
-    def at(self, positions: Sequence[int]) -> "KeyedRequest[_T]":
+    def at(self, positions: Sequence[int]) -> Self:
         """Return the same request for the keys at these positions only."""
-        raise NotImplementedError
+        keys, whole = self.keys, cast(Any, self)
+        return cast(Self, attrs.evolve(whole, keys=[keys[i] for i in positions]))
+
+
+class KeyedRequest(BatchRequest[list[_T]]):
+    """A request whose result has one item for each key."""
+
+    __slots__ = ()
 
     def merge(self, parts: Iterable[tuple[Sequence[int], Sequence[_T]]]) -> list[_T]:
         """Put the results of parts, each with its positions, into the order of the
@@ -113,6 +133,16 @@ class KeyedRequest(StoreRequest[list[_T]]):
             for position, result in zip(positions, results, strict=True):
                 merged[position] = result
         return merged
+
+
+class CountingRequest(BatchRequest[int]):
+    """A request whose result is a number of keys."""
+
+    __slots__ = ()
+
+    def merge(self, parts: Iterable[tuple[Sequence[int], int]]) -> int:
+        """Add the results of parts up."""
+        return sum(count for _, count in parts)
 
 
 _text = validators.and_(validators.instance_of(str), validators.max_len(MAX_KEY_BYTES))
@@ -183,6 +213,11 @@ class CountReply(Reply):
     KIND = 0x80
     NEWER_FIELDS = NewerFields.IGNORED
     count: int = attrs.field(validator=_count)
+
+    @property
+    def result(self) -> int:
+        """The number."""
+        return self.count
 
 
 @attrs.frozen
@@ -350,11 +385,12 @@ class ReleaseHold(Request):
 
 
 @attrs.frozen
-class Delete(Request):
+class Delete(Request, CountingRequest):
     """Delete keys. The count in the reply says how many existed."""
 
     KIND = 0x07
     REPLY = CountReply
+    idempotent = False
     keys: Keys
 
 
@@ -377,7 +413,7 @@ class Verify(Request):
 
 
 @attrs.frozen
-class Flush(Request):
+class Flush(Request, CountingRequest):
     """Write blocks to disk now, and wait until they are durable.
 
     The count in the reply is the number of keys whose blocks are.
@@ -387,6 +423,10 @@ class Flush(Request):
     REPLY = CountReply
     CAPABILITY = Capability.DISK
     keys: Keys
+
+    def of_older_server(self) -> int:
+        """Return that nothing is durable: a server of an older release has no disk."""
+        return 0
 
 
 @attrs.frozen
@@ -445,15 +485,16 @@ class ListKeys(Request):
 
 
 @attrs.frozen
-class Purge(Request):
+class Purge(Request, StoreRequest[int]):
     """Delete everything. The count in the reply says how many keys existed."""
 
     KIND = 0x09
     REPLY = CountReply
+    idempotent = False
 
 
 @attrs.frozen
-class Evict(Request):
+class Evict(Request, StoreRequest[int]):
     """If more than `high` of the pool is in use, evict blocks until at most `low` is.
 
     The count in the reply is the number of evicted blocks.
@@ -461,6 +502,7 @@ class Evict(Request):
 
     KIND = 0x0A
     REPLY = CountReply
+    idempotent = False
     low: float = attrs.field(converter=float, validator=_ratio)
     high: float = attrs.field(converter=float, validator=_ratio)
 
@@ -479,7 +521,7 @@ class StatisticsReply(Reply):
 
 
 @attrs.frozen
-class Statistics(Request):
+class Statistics(Request, StoreRequest[Stats]):
     """Request the statistics; with `details`, also what takes longer to collect."""
 
     KIND = 0x0B
@@ -522,8 +564,8 @@ class Removed(Request):
 
 
 @attrs.frozen
-class Mark(Request):
-    """Ask for a mark, which `Put.since` names.
+class Mark(Request, StoreRequest[int]):
+    """Ask for a mark, which `Put.since` names. It is 0 if the server makes none.
 
     With `ends_earlier`, a put that names an earlier one stores nothing from now on.
     """
@@ -532,6 +574,10 @@ class Mark(Request):
     REPLY = CountReply
     CAPABILITY = Capability.COPIES
     ends_earlier: bool = attrs.field(default=False, validator=validators.instance_of(bool))
+
+    def of_older_server(self) -> int:
+        """Return 0: a server of an older release makes no marks."""
+        return 0
 
 
 @attrs.frozen
@@ -543,9 +589,14 @@ class PinReply(Reply):
     NEWER_FIELDS = NewerFields.IGNORED
     pinned: bytes = attrs.field(validator=validators.instance_of(bytes))
 
+    @property
+    def result(self) -> list[bool]:
+        """Whether each key is pinned now, or was."""
+        return list(map(bool, self.pinned))
+
 
 @attrs.frozen
-class Pin(Request):
+class Pin(Request, KeyedRequest[bool]):
     """Protect keys from eviction, or with `pinned` false, protect them no more.
 
     If `ttl_us` is not 0, the protection ends after that many microseconds. What is
@@ -554,6 +605,7 @@ class Pin(Request):
 
     KIND = 0x0F
     REPLY = PinReply
+    idempotent = False
     CAPABILITY = Capability.RETENTION
     keys: Keys
     pinned: bool = attrs.field(default=True, validator=validators.instance_of(bool))
@@ -572,6 +624,11 @@ class TimesLeftReply(Reply):
     NEWER_FIELDS = NewerFields.IGNORED
     times: Numbers
 
+    @property
+    def result(self) -> list[int | None]:
+        """The times; None for a key that is not in memory."""
+        return [None if time == MISSING else time for time in self.times]
+
 
 class TakeOverStep(enum.IntEnum):
     """How far the process is that takes over."""
@@ -586,13 +643,19 @@ class TakeOverStep(enum.IntEnum):
 
 
 @attrs.frozen
-class TimesLeft(Request):
-    """Ask when keys end."""
+class TimesLeft(Request, KeyedRequest[int | None]):
+    """Ask after how many microseconds keys end: 0 for those that do not, None for those
+    that are missing.
+    """
 
     KIND = 0x1A
     REPLY = TimesLeftReply
     CAPABILITY = Capability.RETENTION
     keys: Keys
+
+    def of_older_server(self) -> list[int | None]:
+        """Return that no key ends."""
+        return [0] * len(self.keys)
 
 
 @attrs.frozen

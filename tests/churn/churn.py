@@ -11,10 +11,17 @@ from functools import partial
 
 import attrs
 
-from infinistore.client.requests import Batch, Delete, Exists, Get, MatchPrefix, Put
+from infinistore.client.requests import (
+    Batch,
+    Exists,
+    Get,
+    MatchPrefix,
+    Put,
+)
 from infinistore.cluster.membership import Node, NodeState
 from infinistore.cluster.placement import Placement
 from infinistore.errors import StoreUnavailable
+from infinistore.protocol.messages import Delete, Keys
 from tests.churn.world import ChurnWorld, Client
 
 __all__ = ["Outcome", "Settings", "run"]
@@ -241,7 +248,7 @@ class _Run:
                 self._match(client, keys)
             case _:
                 with suppress(StoreUnavailable):
-                    client.call(Delete(self.random.sample(keys, 3)))
+                    client.call(Delete(Keys(self.random.sample(keys, 3))))
 
     def _prompt(self, number: int) -> list[str]:
         """Return the keys of a prompt, in groups with one tag each."""

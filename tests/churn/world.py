@@ -23,7 +23,7 @@ from infinistore.client.connection.circuit_breaker import CircuitBreaker
 from infinistore.client.connection.effects import Background, Part, Sleep, Together
 from infinistore.client.operations.embedded import EmbeddedOperations, EmbeddedStore
 from infinistore.client.options import Options, StoreUrl
-from infinistore.client.requests import Mark, Put
+from infinistore.client.requests import Put
 from infinistore.cluster.documents import ClusterConfig, write_config, write_node
 from infinistore.cluster.etcd.follower import Follower
 from infinistore.cluster.etcd.layout import Layout
@@ -40,7 +40,7 @@ from infinistore.cluster.etcd.session import (
 from infinistore.cluster.membership import Listener, Node, View
 from infinistore.errors import InfiniStoreException, StoreUnavailable
 from infinistore.kept_errors import KeptError
-from infinistore.protocol.messages import StoreRequest
+from infinistore.protocol.messages import Mark, StoreRequest
 from tests.cluster.etcd.fake_etcd import FakeEtcd
 
 __all__ = ["ChurnWorld", "Client", "Server"]

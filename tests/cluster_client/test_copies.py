@@ -26,6 +26,7 @@ from infinistore.client.options import Options
 from infinistore.cluster.membership import Node, NodeState
 from infinistore.core import Pool, StoreCore, create_arena
 from infinistore.core.limits import CoreLimits
+from infinistore.protocol import messages
 from infinistore.server.cluster import Others
 from tests.cluster_client.clusters import Given
 from tests.examples import examples
@@ -68,15 +69,15 @@ class NodeCore:
                 return requests.Found(map(bool, core.exists(keys)))
             case requests.Get(keys):
                 return self.get(keys)
-            case requests.TimesLeft(keys):
+            case messages.TimesLeft(keys):
                 return [0 if there else None for there in core.exists(keys)]
             case requests.Put(batch, since=since):
                 return self.put(batch.keys, since)
-            case requests.Mark(ends_earlier):
+            case messages.Mark(ends_earlier):
                 return core.deletions.mark(ends_earlier=ends_earlier)
-            case requests.Delete(keys):
+            case messages.Delete(keys):
                 return core.delete(keys)
-            case requests.Purge():
+            case messages.Purge():
                 return core.purge()
             case requests.ListKeys(prefix, limit, after):
                 return core.keys(prefix, limit, after)
@@ -164,11 +165,11 @@ class Moving:
         self.nodes[name].core.evict_keys([key])
 
     async def delete(self) -> None:
-        await self.calls(self.given).call(requests.Delete(KEYS))
+        await self.calls(self.given).call(messages.Delete(messages.Keys(KEYS)))
         self.deleted = True
 
     async def purge(self) -> None:
-        await self.calls(self.given).call(requests.Purge())
+        await self.calls(self.given).call(messages.Purge())
         self.deleted = True
 
     async def delete_by_prefix(self) -> None:
@@ -176,7 +177,7 @@ class Moving:
         for _ in range(PASSES_WHILE_BLOCKS_MOVE):
             await calls.call(requests.EndCopies())
             if keys := await calls.call(requests.ListKeys("prefix/", 100, "", True)):
-                await calls.call(requests.Delete(keys))
+                await calls.call(messages.Delete(messages.Keys(keys)))
         self.deleted = True
 
     def there(self) -> dict[str, list[str]]:

@@ -16,9 +16,9 @@ from infinistore.client.cluster.calls import ClusterCalls
 from infinistore.client.cluster.everywhere import HANDLERS
 from infinistore.client.cluster.nodes import Nodes
 from infinistore.client.options import Options
-from infinistore.client.requests import Purge
 from infinistore.cluster.membership import Node, NodeState
 from infinistore.errors import InfiniStoreException
+from infinistore.protocol.messages import Purge
 from tests.cluster_client.clusters import Given
 from tests.cluster_client.silent_network import HOSTS, Network, run_in_virtual_time
 

@@ -19,6 +19,7 @@ from infinistore.client.memory.buffers import (
 )
 from infinistore.client.requests import Batch
 from infinistore.keys import CheckedKeys, check_distinct, check_keys
+from infinistore.protocol.messages import Keys
 
 _new = tuple.__new__  # makes a named tuple without the call of a Python function
 _LONGEST_TTL_S = 1e9  # 31 years
@@ -27,11 +28,11 @@ Pairs: TypeAlias = Mapping[str, BufferLike] | Iterable[tuple[str, BufferLike]]
 """Keys with data or buffers: a mapping, or pairs."""
 
 
-def key_list(keys: Iterable[str]) -> list[str]:
+def key_list(keys: Iterable[str]) -> Keys:
     """Return the keys as a list, which may contain duplicates."""
     if isinstance(keys, str):
         raise TypeError(f"give a list of keys, not the one text {keys[:60]!r}")
-    return CheckedKeys(keys)
+    return Keys(CheckedKeys(keys))
 
 
 def batch_to_put(items: Pairs) -> Batch | DeviceBatch:

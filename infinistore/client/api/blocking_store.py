@@ -32,22 +32,16 @@ from infinistore.client.movers.rdma import StoreRdma, check_registered, flush, w
 from infinistore.client.requests import (
     Batch,
     Commit,
-    Delete,
-    Evict,
     Exists,
-    Flush,
     Found,
     Get,
     GetInto,
-    GetStatistics,
     GetToDevice,
     Lease,
     ListKeys,
     MatchPrefix,
-    Pin,
     Prefetch,
     Prefetched,
-    Purge,
     Put,
     PutFromDevice,
     ReleaseHold,
@@ -56,7 +50,7 @@ from infinistore.client.requests import (
 )
 from infinistore.errors import KeyNotFound
 from infinistore.keys import CheckedKeys
-from infinistore.protocol.messages import StoreRequest
+from infinistore.protocol.messages import Delete, Evict, Flush, Pin, Purge, Statistics, StoreRequest
 from infinistore.statistics import Stats
 from infinistore.transports.cuda import DeviceMemory
 
@@ -505,4 +499,4 @@ class BlockingStore(ABC):
         server adds its operations, connections, arenas and keys by prefix, which takes
         it a few milliseconds.
         """
-        return self._call(GetStatistics(details))
+        return self._call(Statistics(details))

@@ -30,14 +30,13 @@ from infinistore.client.movers.rdma import StoreRdma, register
 from infinistore.client.options import Options
 from infinistore.client.requests import (
     Exists,
-    Mark,
     MatchPrefix,
     Prefetch,
     ReleaseHold,
 )
 from infinistore.errors import DeadlineExceeded, StoreUnavailable
 from infinistore.kept_errors import KeptError
-from infinistore.protocol.messages import StoreRequest
+from infinistore.protocol.messages import Mark, StoreRequest
 from infinistore.transports.cuda import DeviceMemory
 
 _PART: Final = 0.05

@@ -12,20 +12,17 @@ from infinistore.client.cluster.writes import check_done, commit, copy, delete, 
 from infinistore.client.connection.effects import Outcome, Sleep
 from infinistore.client.requests import (
     EndCopies,
-    Evict,
     Exists,
     Followed,
-    GetStatistics,
     ListKeys,
-    Mark,
-    Purge,
     Removed,
     RemovedKeys,
 )
 from infinistore.cluster.membership import NodeState
 from infinistore.cluster.placement import still_finds
 from infinistore.errors import StoreUnavailable
-from infinistore.protocol.messages import StoreRequest
+from infinistore.protocol import messages
+from infinistore.protocol.messages import Evict, Mark, Purge, Statistics, StoreRequest
 from infinistore.statistics import ClusterStatistics, NodeStatistics, Stats, merged
 
 _T = TypeVar("_T")
@@ -86,7 +83,7 @@ async def purge(call: CallInView, request: Purge) -> int:
     return sum(counts)
 
 
-async def statistics(call: CallInView, request: GetStatistics) -> Stats:
+async def statistics(call: CallInView, request: Statistics) -> Stats:
     """Add up the statistics of all nodes that answer.
 
     Raises:
@@ -183,14 +180,14 @@ HANDLERS: Final[Handlers] = {
     requests.Marks: marks,
     requests.Copy: copy,
     EndCopies: end_copies,
-    requests.Delete: delete,
-    requests.Pin: pin,
-    requests.Flush: flush,
+    messages.Delete: delete,
+    messages.Pin: pin,
+    messages.Flush: flush,
     requests.Prefetch: prefetch,
     Removed: removed,
     requests.ListKeys: list_keys,
-    requests.Evict: evict,
-    requests.Purge: purge,
-    requests.GetStatistics: statistics,
+    messages.Evict: evict,
+    messages.Purge: purge,
+    messages.Statistics: statistics,
 }
 """What carries out each kind of request."""

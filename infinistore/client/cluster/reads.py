@@ -37,19 +37,17 @@ from infinistore.client.requests import (
     GetInto,
     GetToDevice,
     Lease,
-    Mark,
     Matched,
     MatchPrefix,
     Prefetch,
     Prefetched,
     Put,
     ReleaseHold,
-    TimesLeft,
 )
 from infinistore.cluster.membership import NodeState
 from infinistore.errors import ChecksumMismatch, InfiniStoreException, PermissionDenied
 from infinistore.kept_errors import KeptError
-from infinistore.protocol.messages import KeyedRequest, StoreRequest
+from infinistore.protocol.messages import KeyedRequest, Keys, Mark, StoreRequest, TimesLeft
 
 _LEAST_S: Final = 0.002
 """Nothing is late before that: a busy process wakes up about as late."""
@@ -338,7 +336,7 @@ async def _warm(
 
     async def copy() -> None:
         try:
-            asked = await Together([Part(source, TimesLeft(batch.keys)) for source, _, batch, _ in copying])
+            asked = await Together([Part(source, TimesLeft(Keys(batch.keys))) for source, _, batch, _ in copying])
             parts = [
                 Part(target, put)
                 for (_, target, batch, mark), times in zip(copying, asked, strict=True)

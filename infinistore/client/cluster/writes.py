@@ -13,11 +13,7 @@ from infinistore.client.requests import (
     Batch,
     Commit,
     Copy,
-    Delete,
-    Flush,
-    Mark,
     Marks,
-    Pin,
     Put,
     PutFromDevice,
     Reserve,
@@ -25,6 +21,7 @@ from infinistore.client.requests import (
 from infinistore.cluster.membership import NodeState
 from infinistore.errors import LimitExceeded, PartialPut, StoreUnavailable
 from infinistore.kept_errors import KeptError
+from infinistore.protocol.messages import Delete, Flush, Mark, Pin
 
 _WHERE = "give keys that belong together the same hash tag, as in '{prompt 7}/layer 3', so that one node has them all"
 

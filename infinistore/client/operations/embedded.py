@@ -47,6 +47,7 @@ from infinistore.core.removals import MAX_TOLD_KEYS, RemovalLog, Told
 from infinistore.core.store import StoreCore
 from infinistore.errors import BufferTooSmall, ChecksumMismatch
 from infinistore.host import FORKED, let_go_in_child
+from infinistore.protocol import messages
 from infinistore.protocol.effects import Pause
 from infinistore.sizes import in_units
 from infinistore.statistics import Stats
@@ -395,7 +396,7 @@ class EmbeddedOperations:
             matched, hold = self._core.hold_prefix(self._client, keys, hold_s)
             return Matched(matched, hold_token(hold))
 
-    async def flush(self, request: requests.Flush) -> int:
+    async def flush(self, request: messages.Flush) -> int:
         """Return how many keys have a durable block: none, without a disk."""
         self._store.check_usable()
         return 0
@@ -420,18 +421,18 @@ class EmbeddedOperations:
     def _release_hold(self, hold_id: int) -> bool:
         return self._core.release_hold(hold_id)
 
-    async def delete(self, request: requests.Delete) -> int:
+    async def delete(self, request: messages.Delete) -> int:
         """Delete keys; return how many were there."""
         with self._lock:
             return self._core.delete(request.keys)
 
-    async def pin(self, request: requests.Pin) -> list[bool]:
+    async def pin(self, request: messages.Pin) -> list[bool]:
         """Pin keys, or unpin them."""
         with self._lock:
             kept, keys = self._core.retention, request.keys
             return list(map(bool, kept.protect(keys, request.ttl_us / 1e6) if request.pinned else kept.unprotect(keys)))
 
-    async def times_left(self, request: requests.TimesLeft) -> list[int | None]:
+    async def times_left(self, request: messages.TimesLeft) -> list[int | None]:
         """Tell when keys end."""
         with self._lock:
             left = self._core.retention.times_left(request.keys)
@@ -450,17 +451,17 @@ class EmbeddedOperations:
         with self._lock:
             return self._core.keys(request.prefix, request.limit, request.after)
 
-    async def evict(self, request: requests.Evict) -> int:
+    async def evict(self, request: messages.Evict) -> int:
         """Evict cold blocks; return how many."""
         with self._lock:
             return self._core.evict(request.low, request.high)
 
-    async def purge(self, request: requests.Purge) -> int:
+    async def purge(self, request: messages.Purge) -> int:
         """Delete everything; return how many keys there were."""
         with self._lock:
             return self._core.purge()
 
-    async def statistics(self, request: requests.GetStatistics) -> Stats:
+    async def statistics(self, request: messages.Statistics) -> Stats:
         """The statistics of the store; the details are a server's."""
         with self._lock:
             return Stats("embedded", "no URL was given: the store is in this process", self._core.statistics())
@@ -475,16 +476,16 @@ class EmbeddedOperations:
         requests.Exists: exists,
         requests.MatchPrefix: match_prefix,
         requests.ReleaseHold: release_hold,
-        requests.Delete: delete,
-        requests.Pin: pin,
-        requests.TimesLeft: times_left,
-        requests.Flush: flush,
+        messages.Delete: delete,
+        messages.Pin: pin,
+        messages.TimesLeft: times_left,
+        messages.Flush: flush,
         requests.Prefetch: prefetch,
         Removed: removed,
         requests.ListKeys: list_keys,
-        requests.Evict: evict,
-        requests.Purge: purge,
-        requests.GetStatistics: statistics,
+        messages.Evict: evict,
+        messages.Purge: purge,
+        messages.Statistics: statistics,
     }
     """What carries out each kind of request."""
 

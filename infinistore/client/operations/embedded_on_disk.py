@@ -34,6 +34,7 @@ from infinistore.disk.waits import Wait
 from infinistore.disk_io.store_disks import open_disks
 from infinistore.errors import StoreUnavailable
 from infinistore.host import start_thread
+from infinistore.protocol import messages
 from infinistore.statistics import DiskTierStatistics, Stats
 
 _LAST_WRITES_S = 10.0
@@ -233,7 +234,7 @@ class OperationsOnDisk(EmbeddedOperations):
             ahead = self._disks.tier.prefetch(request.keys, request.hold_s or None)
         return Prefetched(ahead.reading, ahead.skipped, hold_token(ahead.hold_id))
 
-    async def flush(self, request: requests.Flush) -> int:
+    async def flush(self, request: messages.Flush) -> int:
         """Make blocks durable; return how many keys have a durable one."""
         with self._lock:
             disks = self._disks
@@ -243,7 +244,7 @@ class OperationsOnDisk(EmbeddedOperations):
         wait.check()
         return len(set(request.keys)) - wait.unmet
 
-    async def delete(self, request: requests.Delete) -> int:
+    async def delete(self, request: messages.Delete) -> int:
         """Delete keys; return how many were there."""
         with self._lock:
             disks = self._disks
@@ -255,7 +256,7 @@ class OperationsOnDisk(EmbeddedOperations):
         deletion.wait.check(in_time=True)
         return deletion.deleted
 
-    async def purge(self, request: requests.Purge) -> int:
+    async def purge(self, request: messages.Purge) -> int:
         """Delete everything; return how many keys there were in memory."""
         with self._lock:
             disks = self._disks
@@ -276,7 +277,7 @@ class OperationsOnDisk(EmbeddedOperations):
         purging.check()
         return purging.deleted
 
-    async def statistics(self, request: requests.GetStatistics) -> Stats:
+    async def statistics(self, request: messages.Statistics) -> Stats:
         """The statistics of the store and of its disks."""
         stats = await super().statistics(request)
         with self._lock:
@@ -289,8 +290,8 @@ class OperationsOnDisk(EmbeddedOperations):
         requests.Exists: exists,
         requests.MatchPrefix: match_prefix,
         requests.Prefetch: prefetch,
-        requests.Flush: flush,
-        requests.Delete: delete,
-        requests.Purge: purge,
-        requests.GetStatistics: statistics,
+        messages.Flush: flush,
+        messages.Delete: delete,
+        messages.Purge: purge,
+        messages.Statistics: statistics,
     }

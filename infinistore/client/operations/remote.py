@@ -2,7 +2,7 @@
 
 import math
 import re
-from collections.abc import Awaitable, Callable, Coroutine, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Coroutine, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from itertools import compress
 from operator import not_
@@ -30,12 +30,13 @@ from infinistore.kept_errors import KeptError
 from infinistore.protocol.codec import pack_u64, statistics_from_tree
 from infinistore.protocol.messages import (
     MISSING,
-    CountReply,
+    CountingRequest,
     Delete,
     Evict,
     Exists,
     ExistsReply,
     Flush,
+    KeyedRequest,
     Keys,
     KeysReply,
     ListKeys,
@@ -44,18 +45,15 @@ from infinistore.protocol.messages import (
     MatchPrefixReply,
     Numbers,
     Pin,
-    PinReply,
     Prefetch,
     PrefetchReply,
     Purge,
     ReleaseHold,
     Removed,
     RemovedReply,
-    Request,
     Statistics,
     StatisticsReply,
     TimesLeft,
-    TimesLeftReply,
 )
 from infinistore.protocol.versions import Capability
 from infinistore.sizes import in_units
@@ -71,24 +69,6 @@ def not_all_over(done: int) -> Iterator[None]:
         if not done:
             raise
         raise StoreUnavailable(f"{error}; earlier parts of the batch are") from error
-
-
-async def all_deleted(parts: Iterable[Keys], delete: Callable[[Keys], Awaitable[int]]) -> int:
-    """Delete part after part; return how many keys were there.
-
-    Raises:
-        DiskFailed: a disk may bring some back. All parts are over.
-    """
-    deleted, failed = 0, list[KeptError]()
-    for number, part in enumerate(parts):
-        with not_all_over(number):
-            try:
-                deleted += await delete(part)
-            except DiskFailed as error:
-                failed.append(KeptError(error))
-    if failed:
-        raise failed[0].again()
-    return deleted
 
 
 def cuts(sizes: Sequence[int], most_keys: int, most_bytes: int) -> list[tuple[int, int]]:
@@ -116,19 +96,6 @@ def check_ttl(channel: Channel, ttl_us: int) -> None:
         )
 
 
-async def pin(channel: Channel, request: requests.Pin) -> list[bool]:
-    """Pin keys, or unpin them."""
-    if request.ttl_us and Capability.TIMED_PINS not in channel.connection.peer.capabilities:
-        raise VersionMismatch(
-            "the server's release does not end pins; pin without ttl_s, or install this release there, too"
-        )
-
-    async def ask(part: Keys) -> bytes:
-        return expect(PinReply, await channel.ask(Pin(part, request.pinned, request.ttl_us))).pinned
-
-    return list(map(bool, await _of_each(channel, request.keys, ask)))
-
-
 async def removed(channel: Channel, request: RemovedRequest) -> Followed:
     """Ask which keys were removed."""
     if Capability.REMOVALS not in channel.connection.peer.capabilities:
@@ -140,38 +107,6 @@ async def removed(channel: Channel, request: RemovedRequest) -> Followed:
     reply = expect(RemovedReply, await channel.ask(Removed(log, number, wait_us=int(request.wait_s * 1e6))))
     missed = None if reply.missed == MISSING else reply.missed
     return Followed({"": (reply.log, reply.number)}, RemovedKeys(reply.keys, missed))
-
-
-async def mark(channel: Channel, request: requests.Mark) -> int:
-    """Ask for a mark. A server without COPIES makes none."""
-    if Capability.COPIES not in channel.connection.peer.capabilities:
-        return 0
-    return expect(CountReply, await channel.ask(Mark(request.ends_earlier))).count
-
-
-async def times_left(channel: Channel, request: requests.TimesLeft) -> list[int | None]:
-    """Ask when keys end. A server without RETENTION ends none."""
-    if Capability.RETENTION not in channel.connection.peer.capabilities:
-        return [0] * len(request.keys)
-
-    async def ask(part: Keys) -> Numbers:
-        return expect(TimesLeftReply, await channel.ask(TimesLeft(part))).times
-
-    return [None if time == MISSING else time for time in await _of_each(channel, request.keys, ask)]
-
-
-async def _of_each(
-    channel: Channel, keys: Sequence[str], ask: Callable[[Keys], Coroutine[Any, Any, Sequence[int]]]
-) -> list[int]:
-    """Ask for as many keys at once as a request may name; return a number for each."""
-    found: list[int] = []
-    while len(found) < len(keys):
-        part = channel.key_part(keys, len(found))
-        numbers = await ask(part)
-        if len(numbers) != len(part):
-            raise ProtocolError(f"the server answered for {len(numbers)} of {len(part)} keys")
-        found += numbers
-    return found
 
 
 _Routes: TypeAlias = Sequence[tuple[Callable[[Any], str], Handler]]
@@ -460,16 +395,7 @@ class RemoteOperations:
 
     async def _release(self, holds: Sequence[int]) -> None:
         for hold in holds:
-            await self._count(ReleaseHold(hold))
-
-    async def flush(self, request: requests.Flush) -> int:
-        """Make blocks durable; return how many keys have a durable one."""
-        if not self._server_may_have_disks:
-            return 0
-        durable = 0
-        for part in self._key_parts(request.keys):
-            durable += await self._count(Flush(part))
-        return durable
+            await self.ask(ReleaseHold(hold))
 
     async def prefetch(self, request: requests.Prefetch) -> Prefetched:
         """Have blocks read ahead."""
@@ -505,12 +431,8 @@ class RemoteOperations:
         # Another run of the server may have them since: one that took its place.
         released = 0
         for hold_id in ids:
-            released += await self._count(ReleaseHold(int(hold_id, 16)))
+            released += await self.ask(ReleaseHold(int(hold_id, 16)))
         return released > 0
-
-    async def delete(self, request: requests.Delete) -> int:
-        """Delete keys; return how many were there."""
-        return await all_deleted(self._key_parts(request.keys), lambda part: self._count(Delete(part)))
 
     async def list_keys(self, request: requests.ListKeys) -> list[str]:
         """Return one page of keys, in code point order."""
@@ -525,23 +447,57 @@ class RemoteOperations:
                 break
         return found
 
-    async def evict(self, request: requests.Evict) -> int:
-        """Evict cold blocks; return how many."""
-        return await self._count(Evict(request.low, request.high))
-
-    async def purge(self, request: requests.Purge) -> int:
-        """Delete everything; return how many keys there were."""
-        return await self._count(Purge())
-
-    async def statistics(self, request: requests.GetStatistics) -> Stats:
+    async def statistics(self, request: Statistics) -> Stats:
         """Ask the server for its statistics."""
-        await self._carry(self._routes.get(requests.GetStatistics, ()), request)
-        reply = expect(StatisticsReply, await self._channel.ask(Statistics(request.details)))
+        await self._carry(self._routes.get(Statistics, ()), request)
+        reply = expect(StatisticsReply, await self._channel.ask(request))
         tree = statistics_from_tree(reply.statistics)
         return Stats(*self._channel.path, **tree._asdict())
 
-    async def _count(self, request: Request) -> int:
-        return expect(CountReply, await self._channel.ask(request)).count
+    # Whatever needs one reply
+
+    async def ask(self, request: Any) -> Any:
+        """Ask the server, and return the result that its reply has."""
+        if request.CAPABILITY and not request.CAPABILITY & self._channel.connection.peer.capabilities:
+            return request.of_older_server()
+        reply: Any = await self._channel.ask(request)
+        return reply.result
+
+    async def ask_in_parts(self, request: CountingRequest | KeyedRequest[Any]) -> Any:
+        """Ask for as many keys at a time as the server takes, and merge the results.
+
+        Raises:
+            DiskFailed: a disk may bring back some keys. What was to be done to the
+                others is.
+        """
+        keys, most = request.keys, self._channel.hello.max_batch_keys
+        parts: list[tuple[Sequence[int], Any]] = []
+        failed: list[KeptError] = []
+        for first in range(0, len(keys), most):
+            positions = range(first, min(first + most, len(keys)))
+            part = request if len(keys) <= most else request.at(positions)
+            with not_all_over(0 if request.idempotent else first):
+                try:
+                    result = await self.ask(part)
+                except DiskFailed as error:
+                    if request.idempotent:
+                        raise
+                    failed.append(KeptError(error))
+                    continue
+            if isinstance(request, KeyedRequest) and len(result) != len(positions):
+                raise ProtocolError(f"the server answered for {len(result)} of {len(positions)} keys")
+            parts.append((positions, result))
+        if failed:
+            raise failed[0].again()
+        return request.merge(parts)
+
+    async def pin(self, request: Pin) -> Any:
+        """Pin keys, or unpin them."""
+        if request.ttl_us and Capability.TIMED_PINS not in self._channel.connection.peer.capabilities:
+            raise VersionMismatch(
+                "the server's release does not end pins; pin without ttl_s, or install this release there, too"
+            )
+        return await self.ask_in_parts(request)
 
     def _key_parts(self, keys: Sequence[str]) -> list[Keys]:
         most = self._channel.hello.max_batch_keys
@@ -559,17 +515,17 @@ class RemoteOperations:
         requests.Exists: exists,
         requests.MatchPrefix: match_prefix,
         requests.ReleaseHold: release_hold,
-        requests.Delete: delete,
-        requests.Pin: lambda self, request: pin(self._channel, request),
-        requests.TimesLeft: lambda self, request: times_left(self._channel, request),
-        requests.Mark: lambda self, request: mark(self._channel, request),
+        Delete: ask_in_parts,
+        Pin: pin,
+        TimesLeft: ask_in_parts,
+        Mark: ask,
         RemovedRequest: lambda self, request: removed(self._channel, request),
-        requests.Flush: flush,
+        Flush: ask_in_parts,
         requests.Prefetch: prefetch,
         requests.ListKeys: list_keys,
-        requests.Evict: evict,
-        requests.Purge: purge,
-        requests.GetStatistics: statistics,
+        Evict: ask,
+        Purge: ask,
+        Statistics: statistics,
     }
     """What carries out each kind of request."""
 

@@ -35,6 +35,7 @@ from infinistore.client.movers.inline import read_payload, skipped_keys
 from infinistore.client.movers.shm.known_blocks import KnownReads, PinnedBlocks, Places, is_too_long
 from infinistore.client.movers.shm.mapped_pool import Machine, MappedPool
 from infinistore.errors import InfiniStoreException, OutOfMemory, ProtocolError, StoreUnavailable
+from infinistore.protocol import messages
 from infinistore.protocol.codec import encode_head, pack_u64
 from infinistore.protocol.messages import (
     NO_CHECKSUM,
@@ -152,7 +153,7 @@ class ShmMover(Mover):
             requests.Commit: self.commit,
             requests.Exists: self.exists,
             requests.MatchPrefix: self.match_prefix,
-            requests.GetStatistics: self.find_out,
+            messages.Statistics: self.find_out,
         }
 
     def why_not(self, request: object) -> str:
@@ -285,7 +286,7 @@ class ShmMover(Mover):
         self._maps_nothing = not await maps_something(self._channel, self.pool)
         return not self._maps_nothing
 
-    async def find_out(self, request: requests.GetStatistics) -> None:
+    async def find_out(self, request: messages.Statistics) -> None:
         """Learn which way blocks take, before the server is asked for statistics."""
         if not self.pool.arena_count and not self._maps_nothing:
             await self._learn_first()
