@@ -12,7 +12,7 @@ from typing import Protocol, TypeAlias, TypeGuard, TypeVar, cast
 import trio
 
 from infinistore.errors import DeadlineExceeded, StoreUnavailable
-from infinistore.protocol.effects import Exchange, LongBody, Receive, ReceiveDescriptors, Send, SendDescriptors
+from infinistore.protocol.effects import Exchange, Fill, LongBody, Receive, ReceiveDescriptors, Send, SendDescriptors
 
 _T = TypeVar("_T")
 React: TypeAlias = Callable[[int], int | None]
@@ -141,22 +141,27 @@ async def drive(
         DeadlineExceeded: the peer began a message, and then sent nothing for `stall_s`
             seconds.
     """
-    deadline = math.inf if within_s == math.inf else trio.current_time() + within_s
+    deadline = trio.current_time() + within_s
+
+    def receive(views: Sequence[memoryview]) -> Awaitable[int]:
+        if stall_s == math.inf:
+            return stream.receive_into(views, deadline)
+        return _receive_soon(views, stream, stall_s)
+
     try:
         effect = exchange.send(None)
         while True:
             try:
                 count = 0
                 if isinstance(effect, Receive):
-                    if effect.idle or stall_s == math.inf:
-                        count = await stream.receive_into(effect.views, deadline)
-                    else:
-                        count = await _receive_soon(effect.views, stream, stall_s)
+                    views = effect.views
+                    count = await (stream.receive_into(views, deadline) if effect.idle else receive(views))
+                elif isinstance(effect, Fill):
+                    await effect.receive_by(receive)
                 elif isinstance(effect, Send):
-                    left_s = math.inf if deadline == math.inf else deadline - trio.current_time()
-                    await stream.send_all(effect.views, left_s)
+                    await stream.send_all(effect.views, deadline - trio.current_time())
                 elif isinstance(effect, SendDescriptors):
-                    left_s = math.inf if deadline == math.inf else deadline - trio.current_time()
+                    left_s = deadline - trio.current_time()
                     await cast(DescriptorStream, stream).send_descriptors(effect.views, effect.descriptors, left_s)
                 elif isinstance(effect, ReceiveDescriptors):
                     found = effect.descriptors

@@ -8,7 +8,7 @@ drivers for Trio, for threads and for asyncio; a fuzzer or a simulated network c
 one, too.
 """
 
-from collections.abc import Coroutine, Generator, Sequence
+from collections.abc import Awaitable, Callable, Coroutine, Generator, Sequence
 from typing import Any, NamedTuple, TypeAlias, TypeVar
 
 _T = TypeVar("_T")
@@ -35,6 +35,35 @@ class Receive(NamedTuple):
 
     def __await__(self) -> Generator["Receive", int, int]:
         return (yield self)
+
+
+class Fill(NamedTuple):
+    """Receive until a span is full, or the stream ends; call `progress` whenever bytes
+    have arrived.
+
+    A long payload comes in many pieces. They do not climb to the exchange one by one:
+    the driver has the loop.
+    """
+
+    span: "Span"
+    progress: Callable[["Span"], None] | None = None
+
+    def __await__(self) -> Generator["Fill", None, None]:
+        yield self
+
+    async def receive_by(self, receive: Callable[[list[memoryview]], Awaitable[int]]) -> None:
+        """Do it, under Trio or asyncio. `receive` is that of the stream."""
+        span = self.span
+        while span.remaining and self.arrived(await receive(span.next_views(CHUNK_BYTES))):
+            pass
+
+    def arrived(self, count: int) -> bool:
+        """Move on by the bytes that have arrived; return whether the stream goes on."""
+        if count:
+            self.span.advance(count)
+            if self.progress is not None:
+                self.progress(self.span)
+        return count > 0
 
 
 class SendDescriptors(NamedTuple):
@@ -82,13 +111,18 @@ class Pause(NamedTuple):
         yield self
 
 
-Effect: TypeAlias = Send | Receive | SendDescriptors | ReceiveDescriptors | LongBody | Pause
+Effect: TypeAlias = Send | Receive | Fill | SendDescriptors | ReceiveDescriptors | LongBody | Pause
 Exchange: TypeAlias = Coroutine[Any, Any, _T]
 """A coroutine whose awaits end in effects, and in nothing else."""
 
 
 MAX_VIEWS = 1024
 """The maximum number of views that one system call takes (IOV_MAX on Linux)."""
+CHUNK_BYTES = 256 * 1024
+"""The maximum that one receive of a `Fill` asks for, in bytes.
+
+The received bytes are still in a near cache when they are hashed.
+"""
 
 
 class Span:

@@ -4,16 +4,11 @@ from collections.abc import Callable, Sequence
 
 from infinistore.errors import StoreUnavailable
 from infinistore.protocol.codec import ALIGNMENT_BYTES, HEADER_BYTES, Header, head_bytes, parse_header
-from infinistore.protocol.effects import LongBody, Receive, ReceiveDescriptors, Span
+from infinistore.protocol.effects import Fill, LongBody, Receive, ReceiveDescriptors, Span
 
 READ_AHEAD_BYTES = 68 * 1024
 """How much one `Receive` of heads asks for: a block of 64 KiB and its checksum come
 together with their head."""
-CHUNK_BYTES = 256 * 1024
-"""The maximum that one `Receive` of a payload asks for, in bytes.
-
-The received bytes are still in a near cache when they are hashed.
-"""
 
 
 class FrameReader:
@@ -136,13 +131,10 @@ class FrameReader:
             self._start += ahead
             if progress is not None:
                 progress(span)
-        while span.remaining:
-            count = await Receive(span.next_views(CHUNK_BYTES))
-            if not count:
-                raise StoreUnavailable(f"the connection ended {span.remaining} bytes before the end of a frame")
-            span.advance(count)
-            if progress is not None:
-                progress(span)
+        if span.remaining:
+            await Fill(span, progress)
+        if span.remaining:
+            raise StoreUnavailable(f"the connection ended {span.remaining} bytes before the end of a frame")
 
     def take_ahead(self, count: int) -> memoryview | None:
         """Return the next `count` bytes if all of them were read ahead, else None.

@@ -7,8 +7,8 @@ from typing import TypeVar
 
 from infinistore.errors import StoreUnavailable
 from infinistore.protocol.codec import encode_head
-from infinistore.protocol.effects import MAX_VIEWS, Exchange, Receive, Send
-from infinistore.protocol.frame_reader import CHUNK_BYTES, READ_AHEAD_BYTES
+from infinistore.protocol.effects import CHUNK_BYTES, MAX_VIEWS, Exchange, Fill, Receive, Send
+from infinistore.protocol.frame_reader import READ_AHEAD_BYTES
 from infinistore.protocol.messages import Message
 
 __all__ = ["Wire", "frame"]
@@ -51,6 +51,8 @@ class Wire:
                     count = 0
                     if isinstance(effect, Receive):
                         count = self._receive(effect.views)
+                    elif isinstance(effect, Fill):
+                        self._fill(effect)
                     elif isinstance(effect, Send):
                         self._send(effect.views)
                 except StoreUnavailable as error:
@@ -62,15 +64,22 @@ class Wire:
             return result
 
     def give_up(self, exchange: Exchange[object], receives: int) -> None:
-        """Run an exchange that only receives for so many receives, and drop it there,
-        as a cancelled driver does.
+        """Run an exchange that only fills a span for so many receives, and drop it
+        there, as a cancelled driver does.
         """
         with suppress(StopIteration):
             effect = exchange.send(None)
-            for _ in range(receives):
-                assert isinstance(effect, Receive)
-                effect = exchange.send(self._receive(effect.views))
+            assert isinstance(effect, Fill)
+            if not self._fill(effect, receives):
+                exchange.send(None)
         exchange.close()
+
+    def _fill(self, effect: Fill, receives: int = 2**30) -> int:
+        """Do it by so many receives at most; return how many bytes remain."""
+        span = effect.span
+        while span.remaining and receives and effect.arrived(self._receive(span.next_views(CHUNK_BYTES))):
+            receives -= 1
+        return span.remaining
 
     def _receive(self, views: Sequence[memoryview]) -> int:
         room = sum(map(len, views))

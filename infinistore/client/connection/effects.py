@@ -9,7 +9,7 @@ from typing import Any, NamedTuple, Protocol, TypeAlias, TypeVar
 from infinistore.client.options import StoreUrl
 from infinistore.errors import InfiniStoreException
 from infinistore.kept_errors import KeptError
-from infinistore.protocol.effects import Pause, Receive, ReceiveDescriptors, Send
+from infinistore.protocol.effects import Fill, Pause, Receive, ReceiveDescriptors, Send
 from infinistore.protocol.messages import StoreRequest
 
 _T = TypeVar("_T")
@@ -49,7 +49,7 @@ class Sleep(NamedTuple):
         yield self
 
 
-CallEffect: TypeAlias = Send | Receive | ReceiveDescriptors | Pause | Connect | Sleep
+CallEffect: TypeAlias = Send | Receive | Fill | ReceiveDescriptors | Pause | Connect | Sleep
 Call: TypeAlias = Coroutine[CallEffect, Any, _T]
 """A coroutine whose awaits end in these effects."""
 

@@ -54,7 +54,7 @@ from infinistore.cluster.locate import ClusterUrl
 from infinistore.errors import DeadlineExceeded, InfiniStoreException, StoreUnavailable
 from infinistore.host import FORKED, start_thread
 from infinistore.kept_errors import KeptError
-from infinistore.protocol.effects import Pause, Receive, ReceiveDescriptors, Send
+from infinistore.protocol.effects import CHUNK_BYTES, Fill, Pause, Receive, ReceiveDescriptors, Send
 from infinistore.protocol.messages import Shard, StoreRequest
 from infinistore.settings import Spin
 from infinistore.transports.cuda import DeviceMemory
@@ -812,7 +812,7 @@ class RemoteBlockingStore(BlockingStore):
         except TimeoutError:
             raise self.calls.deadline_exceeded(attempt) from None
 
-    def _drive(self, call: Call[_T], attempt: Attempt) -> _T:
+    def _drive(self, call: Call[_T], attempt: Attempt) -> _T:  # noqa: C901, PLR0912  # one dispatch
         """Run a call. A broken stream is raised inside it, so that it can try again."""
         result: Any = None
         try:
@@ -826,6 +826,8 @@ class RemoteBlockingStore(BlockingStore):
                     elif isinstance(effect, Send):
                         stream.deadline = attempt.deadline
                         stream.send_all(effect.views)
+                    elif isinstance(effect, Fill):
+                        _fill(effect, stream, attempt)
                     elif isinstance(effect, ReceiveDescriptors):
                         stream.deadline = attempt.deadline
                         result = stream.receive_descriptors(effect.views, effect.descriptors)
@@ -852,3 +854,10 @@ class RemoteBlockingStore(BlockingStore):
         if address.path:
             return connect_unix(address.path, deadline, spin_us=spin_us)
         return connect_tcp(address.host, address.port, deadline, spin_us=spin_us, dialer=self.calls.dialer)
+
+
+def _fill(effect: Fill, stream: Any, attempt: Attempt) -> None:
+    while effect.span.remaining:
+        stream.deadline = attempt.deadline
+        if not effect.arrived(stream.receive_into(effect.span.next_views(CHUNK_BYTES))):
+            return

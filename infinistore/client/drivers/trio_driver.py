@@ -45,7 +45,7 @@ from infinistore.client.worker_threads import in_thread
 from infinistore.cluster.locate import ClusterUrl
 from infinistore.errors import StoreUnavailable
 from infinistore.kept_errors import KeptError
-from infinistore.protocol.effects import Pause, Receive, ReceiveDescriptors, Send
+from infinistore.protocol.effects import Fill, Pause, Receive, ReceiveDescriptors, Send
 from infinistore.protocol.messages import Shard, StoreRequest
 from infinistore.transports.cuda import DeviceMemory
 from infinistore.transports.sockets.trio_streams import SocketStream, connect_tcp, connect_unix
@@ -429,7 +429,7 @@ class RemoteTrioStore(AsyncStore):
                 former.close()
         return self._sharded
 
-    async def _drive(self, call: Call[_T], attempt: Attempt) -> _T:  # noqa: PLR0912  # one dispatch
+    async def _drive(self, call: Call[_T], attempt: Attempt) -> _T:  # noqa: C901, PLR0912  # one dispatch
         """Run a call. A broken stream is raised inside it, so that it can try again.
 
         Other tasks get their turn: what was just asked is not answered yet.
@@ -447,6 +447,8 @@ class RemoteTrioStore(AsyncStore):
                     elif isinstance(effect, Send):
                         result = await stream.send_all(effect.views)
                         asked = True
+                    elif isinstance(effect, Fill):
+                        await effect.receive_by(stream.receive_into)
                     elif isinstance(effect, ReceiveDescriptors):
                         result = await stream.receive_descriptors(effect.views, effect.descriptors)
                     elif isinstance(effect, Connect):
