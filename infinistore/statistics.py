@@ -52,7 +52,7 @@ class Metric:
 
     kind: Literal["counter", "gauge"]
     name: str
-    """Without the prefix that all have; empty if nothing but its kind is of interest."""
+    """Without the prefix that all have; empty if only its kind matters."""
     help: str
     label: str = ""
     """If not empty, `value` returns a number for each value of this label."""

@@ -19,7 +19,7 @@ from infinistore.host import NO_THREAD
 from infinistore.monitor.controls import Controls
 from infinistore.monitor.lines import Glyphs
 from infinistore.monitor.model import Model, Snapshot
-from infinistore.monitor.tenants import tenant_lines
+from infinistore.monitor.tenants import TenantsModel, tenant_lines
 from infinistore.monitor.terminal import LiveScreen, Terminal
 from infinistore.monitor.view import screen
 
@@ -103,7 +103,8 @@ async def sample(
                     stats = await store.stats(details=True)
                     first = not model.answered
                     if source.tenants is not None:
-                        await _ask_for_tenants(source.tenants, model, may_fail=not first)
+                        model.tenants = model.tenants or TenantsModel()
+                        await _ask_for_tenants(source.tenants, model.tenants, may_fail=not first)
                     model.observe(stats, now_s=trio.current_time(), at=now())
                     if first:
                         task_status.started()
@@ -121,17 +122,17 @@ async def sample(
         await pace.next()
 
 
-async def _ask_for_tenants(ask: Callable[[], Any], model: Model, *, may_fail: bool) -> None:
+async def _ask_for_tenants(ask: Callable[[], Any], tenants: TenantsModel, *, may_fail: bool) -> None:
     """Ask once; what fails is shown, unless it is the first time: then it is most
     likely asked in a wrong way.
     """
     try:
         told = await trio.to_thread.run_sync(ask, abandon_on_cancel=True)
-        model.observe_tenants(told, now_s=trio.current_time())
+        tenants.observe(told, trio.current_time())
     except (InfiniStoreException, ValueError, *NO_THREAD) as error:
         if not may_fail:
             raise
-        model.lose_tenants(str(error) or type(error).__name__)
+        tenants.lose(str(error) or type(error).__name__)
 
 
 def now() -> datetime:

@@ -19,14 +19,25 @@ from rich.text import Text
 
 from infinistore.cluster.membership import Node, NodeState
 from infinistore.monitor import figures
-from infinistore.monitor.controls import BACKSPACE, DOWN, END, ENTER, ESCAPE, HOME, PAGE_DOWN, PAGE_UP, UP, Controls
-from infinistore.monitor.lines import UNICODE, Column, Glyphs, Part, join, line, table
+from infinistore.monitor.controls import (
+    BACKSPACE,
+    DOWN,
+    END,
+    ENTER,
+    ESCAPE,
+    HOME,
+    PAGE_DOWN,
+    PAGE_UP,
+    UP,
+    Controls,
+    following,
+)
+from infinistore.monitor.lines import UNICODE, Column, Glyphs, Part, join, line, padded, table
 from infinistore.monitor.model import Alarm, Snapshot
 from infinistore.monitor.rates import Rates
 from infinistore.monitor.view import alarm_lines, first_line, keys_line
 from infinistore.monitor.view import document as store_document
 from infinistore.monitor.view import screen as store_screen
-from infinistore.statistics import Stats
 
 
 @attrs.frozen
@@ -178,8 +189,7 @@ class ClusterControls:
         if key in _STEPS or key in (HOME, END):
             return self._move(key, shown)
         if key == "s":
-            members = list(NodeOrder)
-            return attrs.evolve(self, order=members[(members.index(self.order) + 1) % len(members)])
+            return attrs.evolve(self, order=following(self.order))
         return self._press_screen(key)
 
     def _move(self, key: str, shown: Sequence[str]) -> "ClusterControls":
@@ -195,22 +205,25 @@ class ClusterControls:
 _TINY: Final = (12, 4)
 _ROOMY: Final = 16
 _EMPTY: Final = Text(end="")
-_COLUMNS: Final = (
+_NODE: Final = (
     Column("", 1, right=False),
-    Column("node", 0, right=False, keeps_end=True, smallest=15),
-    Column("address", 21, right=False, rank=9, keeps_end=True),
-    Column("state", 8, right=False, rank=1),
-    Column("weight", 6, rank=4),
-    Column("used", 6),
-    Column("of", 8, rank=7),
-    Column("keys", 7, rank=8),
-    Column("hits", 6, rank=2),
-    Column("req/s", 7),
-    Column("in/s", 8, rank=3),
-    Column("out/s", 8, rank=3),
-    Column("disk", 6, rank=6),
-    Column("answer", 6, rank=5),
+    Column("node", 0, lambda row: row.node.id, right=False, keeps_end=True, smallest=15),
+    Column("address", 21, lambda row: row.node.address.partition("://")[2], right=False, rank=9, keeps_end=True),
+    Column("state", 8, lambda row: row.node.state.value, right=False, rank=1),
+    Column("weight", 6, lambda row: str(row.node.weight), rank=4),
 )
+_FIGURES: Final = (
+    Column("used", 6, lambda sums: figures.percent_of(sums.used_bytes, sums.capacity_bytes)),
+    Column("of", 8, lambda sums: figures.size(sums.capacity_bytes), rank=7),
+    Column("keys", 7, lambda sums: figures.count(sums.keys), rank=8),
+    Column("hits", 6, lambda sums: figures.percent(sums.hit_rate), rank=2),
+    Column("req/s", 7, lambda sums: figures.rate(sums.requests)),
+    Column("in/s", 8, lambda sums: figures.size(sums.received_bytes), rank=3),
+    Column("out/s", 8, lambda sums: figures.size(sums.sent_bytes), rank=3),
+    Column("disk", 6, lambda sums: figures.percent_of(sums.disk_used_bytes, sums.disk_capacity_bytes), rank=6),
+)
+"""The columns of a `Total`: of one node, and of all."""
+_ANSWER: Final = Column("answer", 6, rank=5)
 
 
 def screen(
@@ -228,7 +241,7 @@ def screen(
         lines += [line([(f"{key:<11}", "bold"), (meaning, "")], width, glyphs) for key, meaning in HELP]
     else:
         lines = _overview(snapshot, controls, width, height, glyphs)
-    return (lines + [_EMPTY] * (height - len(lines)))[: max(0, height)]
+    return padded(lines, height)
 
 
 def shown_rows(snapshot: ClusterSnapshot, controls: ClusterControls) -> list[NodeRow]:
@@ -288,17 +301,22 @@ def _overview(
     place = controls.place([one.node.id for one in rows])
     first = max(0, min(place - room // 2, len(rows) - room))
     seen = rows[first : first + room]
-    cells = [_cells(one, is_selected=first + number == place) for number, one in enumerate(seen)]
-    styles = [_style(one, is_selected=first + number == place) for number, one in enumerate(seen)]
-    columns = (_COLUMNS[0], attrs.evolve(_COLUMNS[1], title=f"node, by {controls.order.value}"), *_COLUMNS[2:])
-    if not controls.screen.has_keyboard:
-        cells = [["", *row[1:]] for row in cells]
+    selected = [first + number == place for number in range(len(seen))]
+    marks = [">" if mine and controls.screen.has_keyboard else "" for mine in selected]
+    cells = [[mark, *_cells(one)] for mark, one in zip(marks, seen, strict=True)]
+    styles = [_style(one, is_selected=mine) for mine, one in zip(selected, seen, strict=True)]
+    columns = (
+        _NODE[0],
+        attrs.evolve(_NODE[1], title=f"node, by {controls.order.value}"),
+        *_NODE[2:],
+        *_FIGURES,
+        _ANSWER,
+    )
     body = table(columns, [*cells, _total_cells(sums)], width, len(seen) + 2, glyphs, styles=[*styles, "bold"])
-    filled = (top + body + [_EMPTY] * height)[: height - 1]
     where = f"  {first + 1}-{first + len(seen)} of {len(rows)}" if len(seen) < len(rows) else ""
     keys_width = width - len(where)
     footer = keys_line(controls.screen, [("Enter", "open"), ("s", "sort")], keys_width, glyphs)
-    return [*filled, join(footer, Text(where, "yellow"), keys_width)]
+    return [*padded(top + body, height - 1), join(footer, Text(where, "yellow"), keys_width)]
 
 
 def _describe_view(snapshot: ClusterSnapshot) -> str:
@@ -311,48 +329,19 @@ def _describe_view(snapshot: ClusterSnapshot) -> str:
     return f"{source}; {copies} of each block"
 
 
-def _cells(row: NodeRow, *, is_selected: bool) -> list[str]:
-    node, stats, rates = row.node, row.snapshot.stats, row.rates
-    mine = [">" if is_selected else "", node.id, node.address.partition("://")[2], node.state.value, str(node.weight)]
+def _cells(row: NodeRow) -> list[str]:
+    mine = [column.cell(row) for column in _NODE[1:]]
     if row.silent_s is not None:
         return [*mine, _silence(row)]
-    if stats is None:
+    if row.snapshot.stats is None:
         return [*mine, "connecting"]
-    store = stats.store
-    return [
-        *mine,
-        figures.percent(store.used_bytes / store.capacity_bytes if store.capacity_bytes else None),
-        figures.size(store.capacity_bytes),
-        figures.count(store.keys),
-        figures.percent(rates.hit_rate if rates else None),
-        figures.rate(rates.requests if rates else None),
-        figures.size(rates.received_bytes if rates else None),
-        figures.size(rates.sent_bytes if rates else None),
-        _used_disk(stats),
-        figures.duration(row.age_s or 0.0),
-    ]
-
-
-def _used_disk(stats: Stats) -> str:
-    if stats.disk is None:
-        return figures.UNKNOWN
-    capacity = sum(one.capacity_bytes for one in stats.disk.disks)
-    return figures.percent(sum(one.used_bytes for one in stats.disk.disks) / capacity if capacity else None)
+    sums = total([row])
+    return [*mine, *(column.cell(sums) for column in _FIGURES), figures.duration(row.age_s or 0.0)]
 
 
 def _total_cells(sums: Total) -> list[str]:
     name = f"total, {sums.answering} of {sums.nodes}" if sums.answering < sums.nodes else "total"
-    part = sums.used_bytes / sums.capacity_bytes if sums.used_bytes is not None and sums.capacity_bytes else None
-    disk = (
-        sums.disk_used_bytes / sums.disk_capacity_bytes
-        if sums.disk_used_bytes is not None and sums.disk_capacity_bytes
-        else None
-    )
-    return [
-        *("", name, "", "", str(sums.weight), figures.percent(part), figures.size(sums.capacity_bytes)),
-        *(figures.count(sums.keys), figures.percent(sums.hit_rate), figures.rate(sums.requests)),
-        *(figures.size(sums.received_bytes), figures.size(sums.sent_bytes), figures.percent(disk), ""),
-    ]
+    return ["", name, "", "", str(sums.weight), *(column.cell(sums) for column in _FIGURES), ""]
 
 
 def _silence(row: NodeRow) -> str:

@@ -152,9 +152,9 @@ class Controls:
             case "?" | "h":
                 return attrs.evolve(self, help=True)
             case "s":
-                return attrs.evolve(self, client_order=_following(self.client_order))
+                return attrs.evolve(self, client_order=following(self.client_order))
             case "S":
-                return attrs.evolve(self, prefix_order=_following(self.prefix_order))
+                return attrs.evolve(self, prefix_order=following(self.prefix_order))
             case "r":
                 return attrs.evolve(self, reversed=not self.reversed)
             case "t" if not self.in_cluster:
@@ -182,6 +182,7 @@ class Controls:
 _Order = TypeVar("_Order", bound=enum.Enum)
 
 
-def _following(order: _Order) -> _Order:
+def following(order: _Order) -> _Order:
+    """Return the next member; after the last, the first."""
     members = list(type(order))
     return members[(members.index(order) + 1) % len(members)]

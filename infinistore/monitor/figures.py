@@ -1,5 +1,6 @@
 """Numbers for display: three digits and a unit, in columns of fixed width."""
 
+from collections.abc import Callable
 from typing import Final
 
 from infinistore.monitor.rates import Quantile
@@ -57,6 +58,16 @@ def percent(ratio: float | None) -> str:
     if ratio <= 0 or ratio >= 1:
         return f"{100 * ratio:.0f} %"
     return f"{min(max(100 * ratio, 0.1), 99.9):.1f} %"
+
+
+def percent_of(part: float | None, whole: float | None) -> str:
+    """A part of a whole, as `percent` has it."""
+    return percent(part / whole if part is not None and whole else None)
+
+
+def unless_zero(shown: Callable[[float], str], number: float | None) -> str:
+    """A number as it is shown otherwise; nothing for 0 and for an unknown one."""
+    return shown(number) if number else ""
 
 
 def duration(seconds: float) -> str:

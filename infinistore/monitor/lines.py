@@ -4,9 +4,9 @@ All lines are built here, and names from servers and clients are sanitised here:
 character that could move the cursor passes.
 """
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from itertools import chain, repeat
-from typing import Final
+from typing import Any, Final
 
 import attrs
 from rich.cells import cell_len, set_cell_size
@@ -89,6 +89,8 @@ class Column:
 
     title: str
     width: int
+    cell: Callable[[Any], str] = lambda row: ""
+    """Returns the text of a row's cell."""
     right: bool = True
     rank: int = 0
     keeps_end: bool = False
@@ -100,7 +102,7 @@ class Column:
 
 def table(
     columns: Sequence[Column],
-    rows: Sequence[Sequence[str]],
+    rows: Sequence[Any],
     width: int,
     height: int,
     glyphs: Glyphs,
@@ -109,8 +111,9 @@ def table(
 ) -> list[Text]:
     """Return exactly `height` lines: a heading, and as many rows as fit below it.
 
-    A row has one cell per column, or fewer: then the last one takes the space of those
-    that are missing. `styles` are those of the rows.
+    A row is anything that the columns have cells of, or a list of cells. If these are
+    fewer than the columns, the last one takes the space of those that are missing.
+    `styles` are those of the rows.
     """
     shown = list(range(len(columns)))
     while sum((columns[index].width or columns[index].smallest) + 1 for index in shown) - 1 > width and len(shown) > 1:
@@ -118,7 +121,8 @@ def table(
     fixed = sum(columns[index].width for index in shown) + len(shown) - 1
     widths = [columns[index].width or max(0, width - fixed) for index in shown]
 
-    def cells(values: Sequence[str]) -> str:
+    def cells(row: Any) -> str:
+        values = row if isinstance(row, list) else [column.cell(row) for column in columns]
         own = len(values) if len(values) == len(columns) else len(values) - 1
         fitted = [
             fit(values[index], cell_width, glyphs, right=columns[index].right, keeps_end=columns[index].keeps_end)
@@ -132,8 +136,12 @@ def table(
         line([(cells(row), style)], width, glyphs)
         for row, style in zip(rows[: max(0, height - 1)], chain(styles, repeat("")), strict=False)
     ]
-    made += [Text(end="")] * (height - len(made))
-    return made[:height]
+    return padded(made, height)
+
+
+def padded(lines: Sequence[Text], height: int) -> list[Text]:
+    """Return exactly `height` lines: these, as many as fit, and blank ones."""
+    return [*lines, *[Text(end="")] * (height - len(lines))][: max(0, height)]
 
 
 def sparkline(values: Sequence[float | None], width: int, top: float, glyphs: Glyphs) -> str:

@@ -10,9 +10,9 @@ Warnings cover several samples, so that they do not flicker.
 """
 
 from collections import Counter, deque
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from datetime import datetime
-from typing import Any, Final, Literal
+from typing import Final, Literal
 
 import attrs
 
@@ -264,7 +264,8 @@ class Model:
 
     def __init__(self, url: str) -> None:
         self._url = url
-        self._tenants: TenantsModel | None = None
+        self.tenants: TenantsModel | None = None
+        """What the management API tells; None if it is not asked."""
         self._samples: deque[Sample] = deque(maxlen=WINDOW_SAMPLES + 1)  # of the current run of the server
         self._history: deque[Point] = deque(maxlen=HISTORY_POINTS)
         self._at: datetime | None = None
@@ -296,20 +297,6 @@ class Model:
         self._busiest = busiest(self._busiest, self._first_detailed(), sample)
         self._at, self._seen_s, self._lost = at, now_s, None
 
-    def observe_tenants(self, told: Mapping[str, Any], *, now_s: float) -> None:
-        """Record what the management API tells of tenants.
-
-        Raises:
-            ValueError: it tells something else.
-        """
-        self._tenants = self._tenants or TenantsModel()
-        self._tenants.observe(told, now_s)
-
-    def lose_tenants(self, problem: str) -> None:
-        """Record that the management API has told nothing, and why."""
-        self._tenants = self._tenants or TenantsModel()
-        self._tenants.lose(problem)
-
     def lose(self, reason: str, *, now_s: float, at: datetime) -> None:
         """Record that the server did not answer, and why."""
         since, attempts = (at, 1) if self._lost is None else (self._lost.since, self._lost.attempts + 1)
@@ -333,7 +320,7 @@ class Model:
 
     def snapshot(self) -> Snapshot:
         """Return the current snapshot."""
-        tenants = None if self._tenants is None else self._tenants.tenants
+        tenants = None if self.tenants is None else self.tenants.tenants
         if not self._samples:
             return Snapshot(self._url, history=tuple(self._history), lost=self._lost, tenants=tenants)
         now, oldest = self._samples[-1], self._samples[0]

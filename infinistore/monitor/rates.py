@@ -171,36 +171,33 @@ def rates(before: Sample, now: Sample) -> Rates | None:
     elapsed = elapsed_s(before, now)
     if elapsed <= 0:
         return None
-    old, new = before.stats.store, now.stats.store
-    hits, misses = new.hits - old.hits, new.misses - old.misses
-    received, sent = _moved_bytes(now.stats, before.stats)
-    causes = attrs.asdict(new.evicted)
+    earlier, counted = _counted(before.stats), _counted(now.stats)
+    per_s = {name: (count - earlier[name]) / elapsed for name, count in counted.items()}
+    hits, reads = (counted[name] - earlier[name] for name in ("hits", "reads"))
+    causes, old_causes = attrs.asdict(now.stats.store.evicted), attrs.asdict(before.stats.store.evicted)
     return Rates(
         elapsed_s=elapsed,
-        received_bytes=received / elapsed,
-        sent_bytes=sent / elapsed,
-        requests=_server_difference(before, now, "requests") / elapsed,
-        errors=_server_difference(before, now, "errors") / elapsed,
-        hit_rate=hits / (hits + misses) if hits + misses > 0 else None,
-        reads=(hits + misses) / elapsed,
-        puts=(new.puts - old.puts) / elapsed,
-        deleted=(new.deleted - old.deleted) / elapsed,
-        evicted={cause: (count - getattr(old.evicted, cause)) / elapsed for cause, count in causes.items()},
+        hit_rate=hits / reads if reads > 0 else None,
+        evicted={cause: (count - old_causes[cause]) / elapsed for cause, count in causes.items()},
+        **{name: rate for name, rate in per_s.items() if name != "hits"},
     )
 
 
-def _moved_bytes(now: Stats, before: Stats) -> tuple[int, int]:
-    if now.server is not None and before.server is not None:
-        received = now.server.received_bytes - before.server.received_bytes
-        return received, now.server.sent_bytes - before.server.sent_bytes
-    return now.store.put_bytes - before.store.put_bytes, now.store.hit_bytes - before.store.hit_bytes
-
-
-def _server_difference(before: Sample, now: Sample, counter: str) -> int:
-    if before.stats.server is None or now.stats.server is None:
-        return 0
-    difference: int = getattr(now.stats.server, counter) - getattr(before.stats.server, counter)
-    return difference
+def _counted(stats: Stats) -> dict[str, int]:
+    """The counters of which there are rates. Without a server, the bytes are those of
+    the store.
+    """
+    store, server = stats.store, stats.server
+    return {
+        "received_bytes": store.put_bytes if server is None else server.received_bytes,
+        "sent_bytes": store.hit_bytes if server is None else server.sent_bytes,
+        "requests": 0 if server is None else server.requests,
+        "errors": 0 if server is None else server.errors,
+        "hits": store.hits,
+        "reads": store.hits + store.misses,
+        "puts": store.puts,
+        "deleted": store.deleted,
+    }
 
 
 @attrs.define

@@ -10,7 +10,7 @@ from rich.text import Text
 
 from infinistore.monitor import figures
 from infinistore.monitor.controls import Controls
-from infinistore.monitor.lines import Column, Glyphs, line, table
+from infinistore.monitor.lines import Column, Glyphs, line, padded, table
 from infinistore.statistics import TenantStatistics, metric_of
 
 _METRICS: Final = {field.name: metric_of(field) for field in attrs.fields(TenantStatistics)}
@@ -61,12 +61,8 @@ class TenantsModel:
     def __init__(self) -> None:
         self._before: dict[str, Mapping[str, Any]] = {}
         self._at_s = 0.0
-        self._found = Tenants()
-
-    @property
-    def tenants(self) -> Tenants:
+        self.tenants = Tenants()
         """What is known now."""
-        return self._found
 
     def observe(self, told: Mapping[str, Any], now_s: float) -> None:
         """Record what `GET /tenants` has answered. `now_s` is monotonic.
@@ -79,11 +75,11 @@ class TenantsModel:
             rows = tuple(self._row(one, now_s - self._at_s) for one in now.values())
         except (KeyError, TypeError, AttributeError) as error:
             raise ValueError(f"it tells of no tenants: {error!r:.80}") from None
-        self._before, self._at_s, self._found = now, now_s, Tenants(rows)
+        self._before, self._at_s, self.tenants = now, now_s, Tenants(rows)
 
     def lose(self, problem: str) -> None:
         """Record that nothing was told. The last rows stay."""
-        self._found = attrs.evolve(self._found, problem=problem)
+        self.tenants = attrs.evolve(self.tenants, problem=problem)
 
     def _row(self, one: Mapping[str, Any], elapsed_s: float) -> TenantRow:
         numbers = {name: int(one[name]) for name in _NUMBERS}
@@ -115,56 +111,39 @@ def tenant_lines(tenants: Tenants, controls: Controls, width: int, height: int, 
     """Exactly `height` lines: a heading, what the tenants that the filter shows have
     together, and each of them, those with the most in the pool first.
     """
-    if height <= 0:
-        return []
     said = [line([("! ", "yellow"), (tenants.problem, "yellow")], width, glyphs)] if tenants.problem else []
     rows = sorted(
         (row for row in tenants.rows if controls.shows(row.tenant)),
         key=lambda row: (-row.used_bytes, row.tenant),
         reverse=controls.reversed,
     )
-    columns = (
-        Column("tenant, by bytes", 0, right=False, smallest=16),
-        Column("keys", 7), Column("used", 8), Column("reserved", 8, rank=3), Column("at most", 8, rank=1),
-        Column("pinned", 8, rank=6), Column("hits", 6), Column("reads/s", 7, rank=4), Column("evict/s", 7, rank=7),
-        Column("conns", 5, rank=8), Column("waits/s", 7, rank=5), Column("refused", 7, rank=2),
-    )  # fmt: skip
-    cells = [_sum_cells(rows), *map(_cells, rows)]
-    styles = ["bold"]
-    return [*said, *table(columns, cells, width, height - len(said), glyphs, styles=styles)][:height]
+    body = table(_COLUMNS, [_sum_cells(rows), *rows], width, height - len(said), glyphs, styles=["bold"])
+    return padded([*said, *body], height)
 
 
-def _sum_cells(rows: Sequence[TenantRow]) -> tuple[str, ...]:
+_COLUMNS: Final = (
+    Column("tenant, by bytes", 0, lambda row: row.tenant, right=False, smallest=16),
+    Column("keys", 7, lambda row: figures.count(row.keys)),
+    Column("used", 8, lambda row: figures.size(row.used_bytes)),
+    Column("reserved", 8, lambda row: figures.unless_zero(figures.size, row.reserved_bytes), rank=3),
+    Column("at most", 8, lambda row: figures.size(row.max_bytes) if row.max_bytes is not None else "", rank=1),
+    Column("pinned", 8, lambda row: figures.unless_zero(figures.size, row.pinned_bytes), rank=6),
+    Column("hits", 6, lambda row: figures.percent(row.hit_rate)),
+    Column("reads/s", 7, lambda row: figures.rate(row.reads_per_s), rank=4),
+    Column("evict/s", 7, lambda row: figures.rate(row.evicted_per_s) if row.evicted_per_s != 0 else "", rank=7),
+    Column("conns", 5, lambda row: figures.count(row.connections), rank=8),
+    Column("waits/s", 7, lambda row: figures.rate(row.pauses_per_s) if row.pauses_per_s != 0 else "", rank=5),
+    Column("refused", 7, lambda row: figures.unless_zero(figures.count, row.refused), rank=2),
+)
+
+
+def _sum_cells(rows: Sequence[TenantRow]) -> list[str]:
     """What they have together."""
     known = [row.reads_per_s for row in rows if row.reads_per_s is not None]
-    return (
-        f"({len(rows)} of them)",
-        figures.count(sum(row.keys for row in rows)),
-        figures.size(sum(row.used_bytes for row in rows)),
-        figures.size(sum(row.reserved_bytes for row in rows)),
-        "",
-        figures.size(sum(row.pinned_bytes for row in rows)),
-        "",
-        figures.rate(sum(known) if known else None),
-        "",
-        figures.count(sum(row.connections for row in rows)),
-        "",
+    return [
+        *(f"({len(rows)} of them)", figures.count(sum(row.keys for row in rows))),
+        *(figures.size(sum(row.used_bytes for row in rows)), figures.size(sum(row.reserved_bytes for row in rows))),
+        *("", figures.size(sum(row.pinned_bytes for row in rows)), "", figures.rate(sum(known) if known else None)),
+        *("", figures.count(sum(row.connections for row in rows)), ""),
         figures.count(sum(row.refused for row in rows)),
-    )
-
-
-def _cells(row: TenantRow) -> tuple[str, ...]:
-    return (
-        row.tenant,
-        figures.count(row.keys),
-        figures.size(row.used_bytes),
-        figures.size(row.reserved_bytes) if row.reserved_bytes else "",
-        figures.size(row.max_bytes) if row.max_bytes is not None else "",
-        figures.size(row.pinned_bytes) if row.pinned_bytes else "",
-        figures.percent(row.hit_rate),
-        figures.rate(row.reads_per_s),
-        figures.rate(row.evicted_per_s) if row.evicted_per_s != 0 else "",
-        figures.count(row.connections),
-        figures.rate(row.pauses_per_s) if row.pauses_per_s != 0 else "",
-        figures.count(row.refused) if row.refused else "",
-    )
+    ]

@@ -14,7 +14,7 @@ sample, and after the first one of a restarted server.
 """
 
 import textwrap
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from datetime import datetime, timedelta
 from typing import Any, Final
 
@@ -32,12 +32,13 @@ from infinistore.monitor.lines import (
     join,
     line,
     memory_map,
+    padded,
     sparkline,
     table,
     visible,
 )
 from infinistore.monitor.model import Alarm, Kept, Snapshot
-from infinistore.monitor.rates import ClientRow, DiskRow, OperationRow, Quantile
+from infinistore.monitor.rates import ClientRow, OperationRow, Quantile
 from infinistore.monitor.tenants import Tenants, tenant_lines
 from infinistore.statistics import ArenaStatistics, DiskTierStatistics, PrefixStatistics, Stats
 
@@ -55,8 +56,12 @@ def state_part(snapshot: Snapshot) -> Part:
         return f"NO ANSWER since {snapshot.lost.since:%H:%M:%S}", "bold red"
     if snapshot.stats is None:
         return "connecting", "dim"
-    state = snapshot.stats.details.state if snapshot.stats.details is not None else "serving"
+    state = _state(snapshot.stats)
     return state, "green" if state == "serving" else "yellow"
+
+
+def _state(stats: Stats) -> str:
+    return stats.details.state if stats.details is not None else "serving"
 
 
 def header_line(snapshot: Snapshot, controls: Controls, width: int, glyphs: Glyphs) -> Text:
@@ -110,7 +115,7 @@ def status_lines(snapshot: Snapshot, width: int, height: int, glyphs: Glyphs) ->
             line([("  " if index else "! ", "bold red"), (text, "bold red")], width, glyphs)
             for index, text in enumerate(wrapped)
         ]
-        return (made + [Text(end="")] * height)[:height]
+        return padded(made, height)
     calm = "nothing to report" if snapshot.stats is not None else "waiting for the first answer"
     return alarm_lines(found, calm, width, height, glyphs)
 
@@ -126,7 +131,7 @@ def alarm_lines(found: Sequence[Alarm], calm: str, width: int, height: int, glyp
         style = _STYLES[kept.severity]
         last = line([("! ", style), (kept.text, style)], width - len(more), glyphs)
         made = [*made[: height - 1], join(last, Text(more, "yellow"), width - len(more))]
-    return (made + [Text(end="")] * height)[:height]
+    return padded(made, height)
 
 
 def pool_line(snapshot: Snapshot, width: int, glyphs: Glyphs) -> Text:
@@ -134,11 +139,11 @@ def pool_line(snapshot: Snapshot, width: int, glyphs: Glyphs) -> Text:
     if snapshot.stats is None:
         return line([(fit("pool", _LABEL, glyphs), "cyan"), (figures.UNKNOWN, "")], width, glyphs)
     store = snapshot.stats.store
-    used = store.used_bytes / store.capacity_bytes if store.capacity_bytes else None
+    used = figures.percent_of(store.used_bytes, store.capacity_bytes)
     largest = figures.size(store.allocator.largest_free_extent_bytes)
     parts: list[Part] = [
         (fit("pool", _LABEL, glyphs), "cyan"),
-        (f"{figures.percent(used):>7}", "bold"),
+        (f"{used:>7}", "bold"),
         (f"  {figures.size(store.used_bytes):>8} of {figures.size(store.capacity_bytes):>8}", ""),
         (f"  {figures.count(store.keys):>7} keys", ""),
         ("  largest free", "dim"),
@@ -169,7 +174,7 @@ def arena_lines(snapshot: Snapshot, width: int, height: int, glyphs: Glyphs) -> 
         a_row = -(-len(details.arenas) // height)
         groups = [details.arenas[first : first + a_row] for first in range(0, len(details.arenas), a_row)]
         made = [_arena_row(group, cells, width, glyphs) for group in groups]
-    return (made + [Text(end="")] * height)[:height]
+    return padded(made, height)
 
 
 def _map_row(label: str, cells: str, used: float | None, width: int, glyphs: Glyphs) -> Text:
@@ -203,32 +208,21 @@ def _arena_row(arenas: Sequence[ArenaStatistics], cells: int, width: int, glyphs
 
 def disk_lines(snapshot: Snapshot, width: int, height: int, glyphs: Glyphs) -> list[Text]:
     """Exactly `height` lines: a heading, and a row per disk, the worst state first."""
-    if height <= 0:
-        return []
     tier = snapshot.stats.disk if snapshot.stats is not None else None
     waiting = figures.size(tier.queued_bytes if tier is not None else None)
     columns = (
-        Column(f"disk, {waiting} due", 0, right=False, keeps_end=True),
-        Column("state", 10, right=False), Column("used", 6, rank=1), Column("of", 8, rank=4),
-        Column("read/s", 8), Column("write/s", 8), Column("hits/s", 7, rank=3), Column("queue", 6, rank=2),
-        Column("errors", 6),
-    )  # fmt: skip
-    rows = sorted(snapshot.disks, key=lambda row: _DISK_STATES.get(row.state, 0))
-    return table(columns, [_disk_cells(row) for row in rows], width, height, glyphs)
-
-
-def _disk_cells(row: DiskRow) -> tuple[str, ...]:
-    return (
-        row.path,
-        row.state,
-        figures.percent(row.used_bytes / row.capacity_bytes if row.capacity_bytes else None),
-        figures.size(row.capacity_bytes),
-        figures.size(row.read_bytes_per_s),
-        figures.size(row.written_bytes_per_s),
-        figures.rate(row.hits_per_s),
-        figures.count(row.queue) if row.queue else "",
-        figures.count(row.errors) if row.errors else "",
+        Column(f"disk, {waiting} due", 0, lambda row: row.path, right=False, keeps_end=True),
+        Column("state", 10, lambda row: row.state, right=False),
+        Column("used", 6, lambda row: figures.percent_of(row.used_bytes, row.capacity_bytes), rank=1),
+        Column("of", 8, lambda row: figures.size(row.capacity_bytes), rank=4),
+        Column("read/s", 8, lambda row: figures.size(row.read_bytes_per_s)),
+        Column("write/s", 8, lambda row: figures.size(row.written_bytes_per_s)),
+        Column("hits/s", 7, lambda row: figures.rate(row.hits_per_s), rank=3),
+        Column("queue", 6, lambda row: figures.unless_zero(figures.count, row.queue), rank=2),
+        Column("errors", 6, lambda row: figures.unless_zero(figures.count, row.errors)),
     )
+    rows = sorted(snapshot.disks, key=lambda row: _DISK_STATES.get(row.state, 0))
+    return table(columns, rows, width, height, glyphs)
 
 
 def flow_lines(snapshot: Snapshot, width: int, glyphs: Glyphs) -> list[Text]:
@@ -260,14 +254,18 @@ def operation_lines(snapshot: Snapshot, width: int, height: int, glyphs: Glyphs)
     span = snapshot.latency_span_s
     took = "since start" if span is None else f"over {figures.duration(max(1, round(span)))}"
     columns = (
-        Column("requests", 14, right=False), Column("a second", 9), Column("bytes/s", 10, rank=2),
-        Column("errors/s", 8, rank=1), Column("p50", 7), Column("p90", 7, rank=3), Column("p99", 7),
+        Column("requests", 14, lambda row: row.kind.replace("_", " "), right=False),
+        Column("a second", 9, lambda row: figures.rate(row.per_s)),
+        Column("bytes/s", 10, lambda row: figures.unless_zero(figures.size, row.bytes_per_s), rank=2),
+        Column("errors/s", 8, lambda row: figures.unless_zero(figures.rate, row.errors_per_s), rank=1),
+        Column("p50", 7, lambda row: figures.latency(row.p50)),
+        Column("p90", 7, lambda row: figures.latency(row.p90), rank=3),
+        Column("p99", 7, lambda row: figures.latency(row.p99)),
         Column(took, 0, right=False, rank=4),
-    )  # fmt: skip
+    )
     if snapshot.stats is not None and snapshot.stats.details is None:
         return _untold("requests by kind", snapshot, width, height, glyphs)
-    rows = [_operation_cells(row) for row in _chosen_operations(snapshot, height - 1)]
-    return table(columns, rows, width, height, glyphs)
+    return table(columns, _chosen_operations(snapshot, height - 1), width, height, glyphs)
 
 
 def _chosen_operations(snapshot: Snapshot, most: int) -> list[OperationRow]:
@@ -277,19 +275,6 @@ def _chosen_operations(snapshot: Snapshot, most: int) -> list[OperationRow]:
     order = [*_ALWAYS, *snapshot.busiest, *(row.kind for row in snapshot.operations)]
     chosen = sorted(snapshot.operations, key=lambda row: order.index(row.kind))[: max(0, most)]
     return sorted(chosen, key=lambda row: (_KINDS.index(row.kind) if row.kind in _KINDS else len(_KINDS), row.kind))
-
-
-def _operation_cells(row: OperationRow) -> tuple[str, ...]:
-    return (
-        row.kind.replace("_", " "),
-        figures.rate(row.per_s),
-        figures.size(row.bytes_per_s) if row.bytes_per_s else "",
-        figures.rate(row.errors_per_s) if row.errors_per_s else "",
-        figures.latency(row.p50),
-        figures.latency(row.p90),
-        figures.latency(row.p99),
-        "",
-    )
 
 
 def activity_lines(snapshot: Snapshot, width: int, glyphs: Glyphs) -> list[Text]:
@@ -315,88 +300,75 @@ def activity_lines(snapshot: Snapshot, width: int, glyphs: Glyphs) -> list[Text]
 
 def client_lines(snapshot: Snapshot, controls: Controls, width: int, height: int, glyphs: Glyphs) -> list[Text]:
     """Exactly `height` lines: a heading, and the filtered and sorted clients."""
-    if height <= 0:
-        return []
     if snapshot.stats is not None and snapshot.stats.details is None:
         return _untold("clients", snapshot, width, height, glyphs)
+    figure = _CLIENT_FIGURES[controls.client_order]
     rows = sorted(
         (row for row in snapshot.clients if controls.shows(row.name)),
-        key=lambda row: _client_key(row, controls.client_order),
+        key=lambda row: (-figure(row), row.name),
         reverse=controls.reversed,
     )
     columns = (
-        Column(f"client, by {controls.client_order.value}", 0, right=False),
-        Column("conns", 5, rank=2), Column("over", 4, right=False, rank=4),
-        Column("requests/s", 10, rank=1), Column("in", 10), Column("out", 10), Column("pinned", 8, rank=3),
-        Column("errors", 7, rank=5),
-    )  # fmt: skip
-    return table(columns, [_client_cells(row) for row in rows], width, height, glyphs)
-
-
-def _client_key(row: ClientRow, order: ClientOrder) -> tuple[float, str]:
-    largest = {
-        ClientOrder.TRAFFIC: row.recent_bytes_per_s,
-        ClientOrder.REQUESTS: row.recent_requests_per_s,
-        ClientOrder.PINNED: row.pinned_bytes,
-        ClientOrder.ERRORS: row.errors,
-        ClientOrder.NAME: 0.0,
-    }[order]
-    return -largest, row.name
-
-
-def _client_cells(row: ClientRow) -> tuple[str, ...]:
-    return (
-        row.name,
-        figures.count(row.connections),
-        row.transport,
-        figures.rate(row.requests_per_s),
-        figures.size_rate(row.received_bytes_per_s),
-        figures.size_rate(row.sent_bytes_per_s),
-        figures.size(row.pinned_bytes) if row.pinned_bytes else "",
-        figures.count(row.errors) if row.errors else "",
+        Column(f"client, by {controls.client_order.value}", 0, lambda row: row.name, right=False),
+        Column("conns", 5, lambda row: figures.count(row.connections), rank=2),
+        Column("over", 4, lambda row: row.transport, right=False, rank=4),
+        Column("requests/s", 10, lambda row: figures.rate(row.requests_per_s), rank=1),
+        Column("in", 10, lambda row: figures.size_rate(row.received_bytes_per_s)),
+        Column("out", 10, lambda row: figures.size_rate(row.sent_bytes_per_s)),
+        Column("pinned", 8, lambda row: figures.unless_zero(figures.size, row.pinned_bytes), rank=3),
+        Column("errors", 7, lambda row: figures.unless_zero(figures.count, row.errors), rank=5),
     )
+    return table(columns, rows, width, height, glyphs)
+
+
+_CLIENT_FIGURES: Final[Mapping[ClientOrder, Callable[[ClientRow], float]]] = {
+    ClientOrder.TRAFFIC: lambda row: row.recent_bytes_per_s,
+    ClientOrder.REQUESTS: lambda row: row.recent_requests_per_s,
+    ClientOrder.PINNED: lambda row: row.pinned_bytes,
+    ClientOrder.ERRORS: lambda row: row.errors,
+    ClientOrder.NAME: lambda row: 0,
+}
 
 
 def prefix_lines(snapshot: Snapshot, controls: Controls, width: int, height: int, glyphs: Glyphs) -> list[Text]:
     """Exactly `height` lines: a heading, and the filtered and sorted prefixes."""
-    if height <= 0:
-        return []
     if snapshot.stats is not None and snapshot.stats.details is None:
         return _untold("keys by prefix", snapshot, width, height, glyphs)
     known = snapshot.stats.details.prefixes if snapshot.stats is not None and snapshot.stats.details is not None else []
+    figure = _PREFIX_FIGURES[controls.prefix_order]
     rows = sorted(
         (one for one in known if controls.shows(one.prefix)),
-        key=lambda one: _prefix_key(one, controls.prefix_order),
+        key=lambda one: (-figure(one), one.prefix),
         reverse=controls.reversed,
     )
     total = sum(one.payload_bytes for one in known)
-    cells = [
-        (
-            one.prefix or "(no separator)",
-            figures.count(one.keys),
-            figures.size(one.payload_bytes),
-            figures.percent(one.payload_bytes / total if total else None),
-            figures.percent(one.payload_error_bytes / one.payload_bytes) if one.payload_error_bytes else "",
-        )
-        for one in rows
-    ]
     columns = (
-        Column(f"prefix, by {controls.prefix_order.value}", 0, right=False),
-        Column("keys", 10), Column("bytes", 10), Column("share", 8, rank=1), Column("+-", 8, rank=2),
+        Column(
+            f"prefix, by {controls.prefix_order.value}", 0, lambda one: one.prefix or "(no separator)", right=False
+        ),
+        Column("keys", 10, lambda one: figures.count(one.keys)),
+        Column("bytes", 10, lambda one: figures.size(one.payload_bytes)),
+        Column("share", 8, lambda one: figures.percent_of(one.payload_bytes, total), rank=1),
+        Column(
+            "+-", 8, lambda one: figures.percent(one.payload_error_bytes / one.payload_bytes)
+            if one.payload_error_bytes else "", rank=2,
+        ),
     )  # fmt: skip
-    return table(columns, cells, width, height, glyphs)
+    return table(columns, rows, width, height, glyphs)
 
 
-def _prefix_key(one: PrefixStatistics, order: PrefixOrder) -> tuple[int, str]:
-    largest = {PrefixOrder.BYTES: one.payload_bytes, PrefixOrder.KEYS: one.keys, PrefixOrder.NAME: 0}[order]
-    return -largest, one.prefix
+_PREFIX_FIGURES: Final[Mapping[PrefixOrder, Callable[[PrefixStatistics], int]]] = {
+    PrefixOrder.BYTES: lambda one: one.payload_bytes,
+    PrefixOrder.KEYS: lambda one: one.keys,
+    PrefixOrder.NAME: lambda one: 0,
+}
 
 
 def _untold(what: str, snapshot: Snapshot, width: int, height: int, glyphs: Glyphs) -> list[Text]:
     server = snapshot.stats.server if snapshot.stats is not None else None
     release = f" ({server.version})" if server is not None else ""
     said = line([(what, "cyan"), (f"  not told by this server{release}; a newer one does", "dim")], width, glyphs)
-    return ([said] + [Text(end="")] * height)[:height]
+    return padded([said], height)
 
 
 def footer_line(controls: Controls, width: int, glyphs: Glyphs) -> Text:
@@ -447,7 +419,7 @@ def screen(snapshot: Snapshot, controls: Controls, width: int, height: int, glyp
         lines = _wide(snapshot, controls, width, height, glyphs)
     else:
         lines = _tall(snapshot, controls, width, height, glyphs)
-    return (lines + [_EMPTY] * (height - len(lines)))[: max(0, height)]
+    return padded(lines, height)
 
 
 @attrs.define
@@ -555,9 +527,8 @@ def _wide(snapshot: Snapshot, controls: Controls, width: int, height: int, glyph
         *gap,
         *prefix_lines(snapshot, controls, right_width, room - clients - len(gap), glyphs),
     ]
-    left += [_EMPTY] * (room - len(left))
-    right += [_EMPTY] * (room - len(right))
-    body = [join(one, other, left_width + 3) for one, other in zip(left, right, strict=False)]
+    rows = zip(padded(left, room), padded(right, room), strict=True)
+    body = [join(one, other, left_width + 3) for one, other in rows]
     return _with_footer([*top, *body], controls, width, height, glyphs)
 
 
@@ -571,8 +542,7 @@ def _of_tenants(snapshot: Snapshot, controls: Controls, width: int, height: int,
 
 
 def _with_footer(lines: list[Text], controls: Controls, width: int, height: int, glyphs: Glyphs) -> list[Text]:
-    filled = (lines + [_EMPTY] * height)[: height - 1]
-    return [*filled, footer_line(controls, width, glyphs)]
+    return [*padded(lines, height - 1), footer_line(controls, width, glyphs)]
 
 
 def _reduced(snapshot: Snapshot, controls: Controls, width: int, height: int, glyphs: Glyphs) -> list[Text]:
@@ -653,16 +623,16 @@ def document(snapshot: Snapshot) -> dict[str, Any]:
     return {
         "at": snapshot.at.isoformat(timespec="milliseconds") if snapshot.at is not None else None,
         "url": snapshot.url,
-        "state": _state(snapshot),
+        "state": "lost" if lost is not None or stats is None else _state(stats),
         "lost_since": lost.since.isoformat(timespec="milliseconds") if lost is not None else None,
         "lost_reason": lost.reason if lost is not None else None,
         "restarts": snapshot.restarts,
         "warnings": [attrs.asdict(alarm) for alarm in shown_alarms(snapshot)],
         "elapsed_s": rates.elapsed_s if rates is not None else None,
-        "per_s": _rates(snapshot),
+        "per_s": attrs.asdict(rates, filter=_is_per_s) if rates is not None and lost is None else None,
         "hit_rate": rates.hit_rate if rates is not None else None,
         "latency_span_s": snapshot.latency_span_s,
-        "operations": [_operation(row) for row in snapshot.operations],
+        "operations": [attrs.asdict(row, value_serializer=_plain) for row in snapshot.operations],
         "clients": [attrs.asdict(row) for row in snapshot.clients],
         "stats": _stats(stats) if stats is not None else None,
         **_tenants(snapshot),
@@ -682,38 +652,12 @@ def _stats(stats: Stats) -> dict[str, Any]:
     return {name: value for name, value in attrs.asdict(stats).items() if name != "disk" or value is not None}
 
 
-def _state(snapshot: Snapshot) -> str:
-    if snapshot.lost is not None or snapshot.stats is None:
-        return "lost"
-    return snapshot.stats.details.state if snapshot.stats.details is not None else "serving"
+def _is_per_s(field: "attrs.Attribute[Any]", value: object) -> bool:
+    return field.name not in ("elapsed_s", "hit_rate", "reads")
 
 
-def _rates(snapshot: Snapshot) -> dict[str, Any] | None:
-    rates = snapshot.rates
-    if rates is None or snapshot.lost is not None:
-        return None
-    return {
-        "received_bytes": rates.received_bytes,
-        "sent_bytes": rates.sent_bytes,
-        "requests": rates.requests,
-        "errors": rates.errors,
-        "puts": rates.puts,
-        "deleted": rates.deleted,
-        "evicted": dict(rates.evicted),
-    }
-
-
-def _operation(row: OperationRow) -> dict[str, Any]:
-    return {
-        "kind": row.kind,
-        "total": row.total,
-        "per_s": row.per_s,
-        "bytes_per_s": row.bytes_per_s,
-        "errors_per_s": row.errors_per_s,
-        **{name: _quantile(getattr(row, name)) for name in ("p50", "p90", "p99")},
-    }
-
-
-def _quantile(found: Quantile | None) -> dict[str, Any] | None:
-    """`bound` is "<" or ">" if the value is only a bound, else empty."""
-    return {"s": found.value_s, "bound": found.bound} if found is not None else None
+def _plain(record: object, field: object, value: object) -> object:
+    """A value of a record in JSON. `bound` is "<" or ">" if the value is only a bound,
+    else empty.
+    """
+    return {"s": value.value_s, "bound": value.bound} if isinstance(value, Quantile) else value

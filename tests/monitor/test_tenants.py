@@ -52,8 +52,9 @@ def shown(model: Model, width: int, height: int, controls: Controls = TENANTS) -
 
 def watching(*samples: Mapping[str, Any]) -> Model:
     model = watched(loaded_stats(1))
+    model.tenants = TenantsModel()
     for number, one in enumerate(samples):
-        model.observe_tenants(one, now_s=2.0 * number)
+        model.tenants.observe(one, 2.0 * number)
     return model
 
 
@@ -77,11 +78,12 @@ def test_after_a_restart_nothing_is_negative_and_a_new_tenant_has_no_rates() -> 
 
 def test_what_is_not_told_is_said_and_the_last_figures_stay() -> None:
     model = watching(told(alice={"used_bytes": 5 * MIB}))
-    model.lose_tenants("nobody answers")
+    assert model.tenants is not None
+    model.tenants.lose("nobody answers")
     lines = shown(model, 80, 24)
     assert any("! nobody answers" in one for one in lines)
     assert any(re.match(r"alice +0 5.00 MiB", one) for one in lines)
-    model.observe_tenants(told(alice={}), now_s=9.0)
+    model.tenants.observe(told(alice={}), 9.0)
     assert not any("nobody answers" in one for one in shown(model, 80, 24))
 
 
