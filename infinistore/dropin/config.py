@@ -14,7 +14,7 @@ import logging
 import os
 from collections.abc import Iterable, Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Any, Final, cast
 
 import attrs
 
@@ -151,13 +151,8 @@ class ClientConfig:
     @property
     def options(self) -> StoreOptions:
         """The options for `open_store`."""
-        files: StoreOptions = {}
-        if self.ca:
-            files["ca"] = Path(self.ca)
-        if self.cert:
-            files["cert"] = Path(self.cert)
-        if self.key:
-            files["key"] = Path(self.key)
+        given = {"ca": self.ca, "cert": self.cert, "key": self.key}
+        files = cast(StoreOptions, {name: Path(file) for name, file in given.items() if file})
         if files or self.connection_type == TYPE_TCP:
             return files
         return {"device": self.dev_name or "", "ib_port": self.ib_port, "gid_index": self.hint_gid_index}
@@ -173,19 +168,9 @@ class ClientConfig:
 
 
 _CLIENT_SETTINGS: Final = (
-    "connection_type",
-    "host_addr",
-    "service_port",
-    "dev_name",
-    "ib_port",
-    "link_type",
-    "hint_gid_index",
-    "log_level",
-    "ca",
-    "cert",
-    "key",
-    "ttl_s",
-)
+    "connection_type", "host_addr", "service_port", "dev_name", "ib_port", "link_type", "hint_gid_index", "log_level",
+    "ca", "cert", "key", "ttl_s",
+)  # fmt: skip
 
 
 class ServerConfig(native.ServerConfig):

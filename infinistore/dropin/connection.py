@@ -60,20 +60,20 @@ def key_list(keys: Iterable[str]) -> list[str]:
     return listed
 
 
-def keys_and_offsets(blocks: Iterable[tuple[str, int]]) -> tuple[list[str], list[int]]:
-    """Return the keys of blocks and their offsets in bytes."""
+def checked_offsets(blocks: Iterable[tuple[str, int]]) -> list[tuple[str, int]]:
+    """Return pairs of a key and an offset in bytes if they are valid."""
     try:
         pairs = [(key, offset) for key, offset in blocks]
     except (TypeError, ValueError):
         raise InvalidRequest("blocks must be pairs of a key and an offset in bytes, such as [('key', 0)]") from None
     if not pairs:
         raise InvalidRequest("there are no blocks; give at least one pair of a key and an offset")
-    keys = [key for key, _ in pairs]
-    _check(keys)
-    offsets = [whole_number("an offset", offset) for _, offset in pairs]
-    if min(offsets) < 0:
-        raise InvalidRequest(f"an offset must be 0 or more bytes, not {min(offsets)}")
-    return keys, offsets
+    _check([key for key, _ in pairs])
+    whole = [(key, whole_number("an offset", offset)) for key, offset in pairs]
+    lowest = min(offset for _, offset in whole)
+    if lowest < 0:
+        raise InvalidRequest(f"an offset must be 0 or more bytes, not {lowest}")
+    return whole
 
 
 def checked_descriptors(descriptors: Iterable[Desc | tuple[str, int, int]]) -> list[Desc]:
@@ -86,11 +86,6 @@ def checked_descriptors(descriptors: Iterable[Desc | tuple[str, int, int]]) -> l
         raise InvalidRequest("there are no blocks; give at least one Desc(key, ptr, size)")
     _check([descriptor.key for descriptor in given])
     return [Desc(key, whole_number("ptr", ptr), _size_bytes("the size of a block", size)) for key, ptr, size in given]
-
-
-def block_size_bytes(block_size: int) -> int:
-    """Return the size of a block."""
-    return _size_bytes("block_size", block_size)
 
 
 def _size_bytes(name: str, value: object) -> int:
@@ -282,12 +277,7 @@ class InfinityConnection:
             OutOfMemory, ValueTooLarge: the server has no space for the blocks.
         """
         store = self._connected_by_rdma().asynchronous
-        keys, offsets = keys_and_offsets(blocks)
-        length = block_size_bytes(block_size)
-        base = whole_number("ptr", ptr)
-        region = self._regions.at(base)
-        views = [region.block(base + offset, length) for offset in offsets]
-        await store.put_many(dict(zip(keys, views, strict=True)), ttl_s=self.config.ttl_s)
+        await store.put_many(dict(self._views(blocks, block_size, ptr)), ttl_s=self.config.ttl_s)
         return _DONE
 
     async def rdma_read_cache_async(self, blocks: Sequence[tuple[str, int]], block_size: int, ptr: int) -> int:
@@ -304,12 +294,7 @@ class InfinityConnection:
             ChecksumMismatch: the bytes are not those that were written.
         """
         store = self._connected_by_rdma().asynchronous
-        keys, offsets = keys_and_offsets(blocks)
-        length = block_size_bytes(block_size)
-        base = whole_number("ptr", ptr)
-        region = self._regions.at(base)
-        views = [region.block(base + offset, length, clip=True) for offset in offsets]
-        await store.get_many_into(list(zip(keys, views, strict=True)), all_or_nothing=True)
+        await store.get_many_into(self._views(blocks, block_size, ptr, clip=True), all_or_nothing=True)
         return _DONE
 
     async def rdma_write_cache_async2(self, descs: Sequence[Desc]) -> list[int]:
@@ -391,6 +376,16 @@ class InfinityConnection:
         """Delete keys. Returns how many of them existed."""
         return self._connected().blocking.delete(key_list(keys))
 
+    def _views(
+        self, blocks: Sequence[tuple[str, int]], block_size: int, ptr: int, *, clip: bool = False
+    ) -> list[tuple[str, memoryview | DeviceMemory]]:
+        """Return the keys and the memory of blocks of one size."""
+        offsets = checked_offsets(blocks)
+        length = _size_bytes("block_size", block_size)
+        base = whole_number("ptr", ptr)
+        region = self._regions.at(base)
+        return [(key, region.block(base + offset, length, clip=clip)) for key, offset in offsets]
+
     def _keep(self, stores: _Stores, statistics: Stats) -> None:
         with self._lock:
             self._check_unconnected()
@@ -401,10 +396,7 @@ class InfinityConnection:
             # which closing may have to join.
             self._close_stores = weakref.finalize(self, stores.close)
             self.rdma_connected = self.config.connection_type == TYPE_RDMA
-        self._tell_path(statistics.transport, statistics.transport_reason)
-
-    def _tell_path(self, path: str, reason: str) -> None:
-        device = self.config.dev_name
+        path, reason, device = statistics.transport, statistics.transport_reason, self.config.dev_name
         if self.rdma_connected and device is not None and path == "tcp":  # slower than what was asked for by name
             _log.warning("connected to %s by TCP, without the RDMA device %s: %s", self.config.url, device, reason)
         else:
