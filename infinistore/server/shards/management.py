@@ -147,6 +147,22 @@ def merge_tenants(answers: Mapping[int, Mapping[str, Any]]) -> list[dict[str, An
     return list(map(attrs.asdict, merged_by("tenant")(told)))
 
 
+def merge_clusters(answers: Mapping[int, Mapping[str, Any]]) -> dict[str, Any]:
+    """Return the cluster as the first shard sees it that answers, and as each does."""
+    each = [{"shard": shard, **statistics} for shard, statistics in answers.items()]
+    return {**next(iter(answers.values())), "shards": each}
+
+
+_MERGED: Final[Mapping[str, Callable[[Any], Mapping[str, Any]]]] = {
+    "/kvmap_len": lambda told: {"len": merge_numbers(told, "len")},
+    "/stats": merge_statistics,
+    "/clients": lambda told: {"clients": merge_clients(told)},
+    "/tenants": lambda told: {"tenants": merge_tenants(told)},
+    "/cluster": merge_clusters,
+}
+"""Makes one answer of those of the shards, by path."""
+
+
 def merge_selftests(answers: Mapping[int, Mapping[str, Any]], count: int) -> dict[str, Any]:
     """Return the checks of the transports of all `count` shards, and of all disks as
     one. A shard that did not answer has failed.
@@ -231,27 +247,9 @@ class ShardsManagement:
         """The shards, in order."""
         return JSONResponse({"shards": [shard.described() for shard in self._fleet.shards]})
 
-    async def kvmap_len(self, request: Request) -> Response:
-        """How many keys there are."""
-        return JSONResponse({"len": merge_numbers(await self._told(request), "len")})
-
-    async def stats(self, request: Request) -> Response:
-        """The statistics of all, and of each."""
-        return JSONResponse(merge_statistics(await self._told(request)))
-
-    async def clients(self, request: Request) -> Response:
-        """The connections."""
-        return JSONResponse({"clients": merge_clients(await self._told(request))})
-
-    async def tenants(self, request: Request) -> Response:
-        """The tenants, and what each has in all shards."""
-        return JSONResponse({"tenants": merge_tenants(await self._told(request))})
-
-    async def cluster(self, request: Request) -> Response:
-        """The cluster as the first shard sees it that answers, and as each does."""
-        told = await self._told(request)
-        each = [{"shard": shard, **statistics} for shard, statistics in told.items()]
-        return JSONResponse({**next(iter(told.values())), "shards": each})
+    async def tell(self, request: Request) -> Response:
+        """What the shards tell, merged."""
+        return JSONResponse(_MERGED[request.scope["path"]](await self._told(request)))
 
     async def metrics(self, request: Request) -> Response:
         """What Prometheus scrapes. It answers without shards, too: then it tells that
@@ -270,14 +268,6 @@ class ShardsManagement:
         tested = {shard: answer for shard, answer in found.items() if "transports" in answer}
         merged = merge_selftests(tested, len(self._fleet.shards))
         return JSONResponse(merged, 200 if merged["status"] == "ok" else 503)
-
-    async def purge(self, request: Request) -> Response:
-        """Delete all keys of all shards."""
-        return await self._do(request)
-
-    async def evict(self, request: Request) -> Response:
-        """Evict from each shard between two bounds of its own part of the pool."""
-        return await self._do(request)
 
     async def reload(self, request: Request) -> Response:
         """Read the supervisor's files again, and those of each shard."""
@@ -304,7 +294,8 @@ class ShardsManagement:
             raise HTTPException(503, "no shard is serving")
         return found
 
-    async def _do(self, request: Request) -> Response:
+    async def do(self, request: Request) -> Response:
+        """Have all shards purge, or evict, each from its own part of the pool."""
         answers = await self._ask(request, _DONE_S)
         done = {shard: json.loads(answer.body) for shard, answer in answers.items() if answer.status == 200}
         count = merge_numbers(done, "num")
@@ -347,7 +338,14 @@ def _refusal(answer: _Answer) -> HTTPException:
 
 
 _HANDLERS: Final = {
-    operation.path: getattr(ShardsManagement, operation.path.removeprefix("/")) for operation in api.OPERATIONS
+    **dict.fromkeys(_MERGED, ShardsManagement.tell),
+    "/purge": ShardsManagement.do,
+    "/evict": ShardsManagement.do,
+    "/healthz": ShardsManagement.healthz,
+    "/readyz": ShardsManagement.readyz,
+    "/metrics": ShardsManagement.metrics,
+    "/reload": ShardsManagement.reload,
+    "/selftest": ShardsManagement.selftest,
 }
 _SHARD: Final[Schema] = exactly(
     shard={"type": "integer"},
