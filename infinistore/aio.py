@@ -6,7 +6,8 @@ from infinistore.client.api.results import PrefixMatch
 from infinistore.client.api.store import AsyncLease, AsyncReservation, AsyncStore
 from infinistore.client.drivers.asyncio_driver import open_store
 from infinistore.client.memory.buffers import Registration
-from infinistore.client.requests import Found, Prefetched, RemovedKeys
+from infinistore.client.requests import RemovedKeys
+from infinistore.protocol.messages import Found, Prefetched
 
 __all__ = [
     "AsyncLease",

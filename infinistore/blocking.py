@@ -9,9 +9,10 @@ from infinistore.client.api.blocking_store import BlockingLease, BlockingReserva
 from infinistore.client.api.results import PrefixMatch
 from infinistore.client.drivers.blocking_driver import open_store
 from infinistore.client.memory.buffers import Registration
-from infinistore.client.requests import EndCopies, Found, Prefetched, RemovedKeys
+from infinistore.client.requests import EndCopies, RemovedKeys
 from infinistore.errors import DiskFailed, StoreUnavailable
 from infinistore.kept_errors import KeptError
+from infinistore.protocol.messages import Found, Prefetched
 
 __all__ = [
     "BlockingLease",

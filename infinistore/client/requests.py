@@ -1,10 +1,9 @@
-"""Requests: what a store is asked to do, as data, with arguments that were checked.
+"""The requests that are not messages: those that move blocks, and those that mean
+something to several servers only.
 
 The methods of a store make requests; connections, the embedded engine, or a store made
-of stores carry them out. Whoever does can read the keys of a request, cut it into parts
-that go to different places, and merge the results. `AsyncStore.removals` and its
-blocking twin iterate over what `Removed` finds (`infinistore.client.api.results`).
-`closed` makes the error of a store that carries out nothing any more.
+of stores carry them out. A request without payload is a message
+(`infinistore.protocol.messages`), as a store with and without a server knows it.
 """
 
 from collections.abc import Iterable, Mapping, Sequence
@@ -18,7 +17,7 @@ from infinistore.client.memory.views import Kept, Leased, ReservedRoom
 from infinistore.cluster.membership import View
 from infinistore.errors import KeyNotFound, StoreUnavailable
 from infinistore.kept_errors import KeptError
-from infinistore.protocol.messages import BatchRequest, KeyedRequest, StoreRequest
+from infinistore.protocol.messages import BatchRequest, KeyedRequest, ListKeys, StoreRequest
 
 
 def closed(why: str) -> StoreUnavailable:
@@ -50,54 +49,6 @@ def check_all_there(keys: Sequence[str], found: Sequence[object | None]) -> None
     if None in found:
         missing = [key for key, value in zip(keys, found, strict=True) if value is None]
         raise KeyNotFound(f"{len(missing)} of {len(keys)} keys are not in the store, first {missing[0][:100]!r}")
-
-
-class Found(list[bool]):
-    """For each key of an `exists_many` whether it is there: a list.
-
-    `in_memory` says how many of the keys that are there are in memory. The others are
-    on disk, and a read waits for them.
-    """
-
-    on_disk = 0
-    """How many are on disk only."""
-
-    @property
-    def in_memory(self) -> int:
-        """How many are in memory."""
-        return self.count(True) - self.on_disk
-
-    @classmethod
-    def partly_on_disk(cls, present: Iterable[bool], on_disk: int) -> "Found":
-        """Return a list of what is there, of which so many are on disk only."""
-        found = cls(present)
-        found.on_disk = on_disk
-        return found
-
-
-class Matched(NamedTuple):
-    """What a prefix match found: how many leading keys, the token of the hold or an
-    empty text, and how many of the keys are on disk only.
-    """
-
-    matched: int
-    hold: str = ""
-    on_disk: int = 0
-
-
-@attrs.frozen
-class Prefetched:
-    """What `prefetch` does from now on, in the background.
-
-    `hold` is a token for `release_hold`, empty without a hold.
-    """
-
-    reading: int
-    """How many blocks are being read from disk, or will be, the first ones first."""
-    skipped: int = 0
-    """How many more are on disk and are not read, because reading ahead has a bounded
-    part of the pool."""
-    hold: str = ""
 
 
 @attrs.define
@@ -230,34 +181,10 @@ class Commit(StoreRequest[None]):
 
 
 @attrs.define
-class Exists(KeyedRequest[bool]):
-    """Tell for each key whether it is there."""
-
-    keys: Sequence[str]
-
-    def merge(self, parts: Iterable[tuple[Sequence[int], Sequence[bool]]]) -> Found:
-        """Put the results of parts into the order of the keys, and add up what is on
-        disk.
-        """
-        parts = list(parts)
-        on_disk = sum(found.on_disk for _, found in parts if isinstance(found, Found))
-        return Found.partly_on_disk(super().merge(parts), on_disk)
-
-
-@attrs.define
-class MatchPrefix(BatchRequest[Matched]):
-    """Count the leading keys that are there.
-
-    With `hold_s` seconds, what was counted is held.
+class ReleaseHolds(StoreRequest[bool]):
+    """End the holds that a token names, which may be of several servers; False if they
+    have ended, or are of other servers.
     """
-
-    keys: Sequence[str]
-    hold_s: float = 0
-
-
-@attrs.define
-class ReleaseHold(StoreRequest[bool]):
-    """End a hold; False if it has ended, or was another server's."""
 
     hold: str
     idempotent = False
@@ -290,25 +217,9 @@ class Copy(StoreRequest[list[str]]):
     moves_blocks = True
 
 
-@attrs.define
-class Prefetch(BatchRequest[Prefetched]):
-    """Begin to read blocks from disk into memory; with `hold_s` seconds, hold what is
-    there.
-    """
-
-    keys: Sequence[str]
-    hold_s: float = 0
-
-
-@attrs.define
-class ListKeys(StoreRequest[list[str]]):
-    """One page of keys, in code point order."""
-
-    prefix: str
-    limit: int
-    after: str
-    every_node: bool = False
-    """Whether a node of a cluster that does not answer makes it fail."""
+@attrs.frozen
+class ListKeysOfEveryNode(ListKeys):
+    """List keys, or fail if a node of a cluster does not answer."""
 
 
 Place: TypeAlias = tuple[int, int]
@@ -349,7 +260,7 @@ class Followed:
 
 
 @attrs.define
-class Removed(StoreRequest[Followed]):
+class FollowRemovals(StoreRequest[Followed]):
     """Ask which keys were removed since `places`, which are those of a `view`, and wait
     for one at most `wait_s`.
 
@@ -361,7 +272,7 @@ class Removed(StoreRequest[Followed]):
     view: View | None = None
     waits: ClassVar[bool] = True
 
-    def at(self, node: str) -> "Removed":
+    def at(self, node: str) -> "FollowRemovals":
         """Return the request for one node, as if it were all there is."""
         place: Any = self.places.get(node)
-        return Removed({} if place is None else {"": place}, self.wait_s)
+        return FollowRemovals({} if place is None else {"": place}, self.wait_s)

@@ -8,7 +8,7 @@ stands before the requests that it answers.
 import enum
 from array import array
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Any, ClassVar, Final, Generic, NewType, Self, TypeVar, cast
+from typing import Any, ClassVar, Final, Generic, NamedTuple, NewType, Self, TypeVar, cast
 
 import attrs
 from attrs import validators
@@ -143,6 +143,54 @@ class CountingRequest(BatchRequest[int]):
     def merge(self, parts: Iterable[tuple[Sequence[int], int]]) -> int:
         """Add the results of parts up."""
         return sum(count for _, count in parts)
+
+
+class Found(list[bool]):
+    """For each key of an `exists_many` whether it is there: a list.
+
+    `in_memory` says how many of the keys that are there are in memory. The others are
+    on disk, and a read waits for them.
+    """
+
+    on_disk = 0
+    """How many are on disk only."""
+
+    @property
+    def in_memory(self) -> int:
+        """How many are in memory."""
+        return self.count(True) - self.on_disk
+
+    @classmethod
+    def partly_on_disk(cls, present: Iterable[bool], on_disk: int) -> "Found":
+        """Return a list of what is there, of which so many are on disk only."""
+        found = cls(present)
+        found.on_disk = on_disk
+        return found
+
+
+class Matched(NamedTuple):
+    """What a prefix match found: how many leading keys, the token of the hold or an
+    empty text, and how many of the keys are on disk only.
+    """
+
+    matched: int
+    hold: str = ""
+    on_disk: int = 0
+
+
+@attrs.frozen
+class Prefetched:
+    """What `prefetch` does from now on, in the background.
+
+    `hold` is a token for `release_hold`, empty without a hold.
+    """
+
+    reading: int
+    """How many blocks are being read from disk, or will be, the first ones first."""
+    skipped: int = 0
+    """How many more are on disk and are not read, because reading ahead has a bounded
+    part of the pool."""
+    hold: str = ""
 
 
 _text = validators.and_(validators.instance_of(str), validators.max_len(MAX_KEY_BYTES))
@@ -333,15 +381,38 @@ class ExistsReply(Reply):
     present: bytes = attrs.field(validator=validators.instance_of(bytes))
     on_disk: int = attrs.field(default=0, validator=_count, metadata={"since": 1})
 
+    @property
+    def result(self) -> Found:
+        """Whether each key is there.
+
+        Raises:
+            ProtocolError: the reply does not tell.
+        """
+        if self.present.translate(None, b"\0\1"):
+            raise ProtocolError("the server says of a key that it is neither there nor missing")
+        if not self.present:  # which cannot be cast
+            return Found(())
+        # list(map(bool, present)) takes five times as long.
+        flags: Any = memoryview(self.present).cast("?").tolist()
+        return Found.partly_on_disk(flags, self.on_disk) if self.on_disk else Found(flags)
+
 
 @attrs.frozen
-class Exists(Request):
+class Exists(Request, KeyedRequest[bool]):
     """Ask which keys are in the store. With `touch`, this counts as a use of them."""
 
     KIND = 0x04
     REPLY = ExistsReply
     keys: Keys
     touch: bool = attrs.field(default=False, validator=validators.instance_of(bool))
+
+    def merge(self, parts: Iterable[tuple[Sequence[int], Sequence[bool]]]) -> Found:
+        """Put the results of parts into the order of the keys, and add up what is on
+        disk.
+        """
+        parts = list(parts)
+        on_disk = sum(found.on_disk for _, found in parts if isinstance(found, Found))
+        return Found.partly_on_disk(super().merge(parts), on_disk)
 
 
 @attrs.frozen
@@ -358,9 +429,14 @@ class MatchPrefixReply(Reply):
     hold: int = attrs.field(default=0, validator=_count)
     on_disk: int = attrs.field(default=0, validator=_count, metadata={"since": 1})
 
+    @property
+    def result(self) -> Matched:
+        """What was found, with the id of the hold as its token."""
+        return Matched(self.matched, f"{self.hold:x}" if self.hold else "", self.on_disk)
+
 
 @attrs.frozen
-class MatchPrefix(Request):
+class MatchPrefix(Request, BatchRequest[Matched]):
     """Count the leading keys that are in the store.
 
     If `hold_us` is not 0, a hold protects them from eviction for that many
@@ -444,9 +520,14 @@ class PrefetchReply(Reply):
     skipped: int = attrs.field(default=0, validator=_count)
     hold: int = attrs.field(default=0, validator=_count)
 
+    @property
+    def result(self) -> Prefetched:
+        """What is being read, with the id of the hold as its token."""
+        return Prefetched(self.reading, self.skipped, f"{self.hold:x}" if self.hold else "")
+
 
 @attrs.frozen
-class Prefetch(Request):
+class Prefetch(Request, BatchRequest[Prefetched]):
     """Begin to read blocks from disk into memory, the first ones first.
 
     If `hold_us` is not 0, a hold protects what is there from eviction for that many
@@ -472,9 +553,14 @@ class KeysReply(Reply):
     keys: Keys
     limit: int = attrs.field(validator=_count)
 
+    @property
+    def result(self) -> list[str]:
+        """The keys."""
+        return self.keys
+
 
 @attrs.frozen
-class ListKeys(Request):
+class ListKeys(Request, StoreRequest[list[str]]):
     """Request one page of keys with `prefix`, after `after`, in code point order."""
 
     KIND = 0x08

@@ -9,10 +9,10 @@ import pytest
 from infinistore.client.connection.pool import Connection
 from infinistore.client.operations.remote import RemoteOperations
 from infinistore.client.options import Options
-from infinistore.client.requests import Exists, Get
+from infinistore.client.requests import Get
 from infinistore.errors import ProtocolError
 from infinistore.protocol.codec import pack_u64
-from infinistore.protocol.messages import MISSING, ExistsReply, GetReply, HelloReply, Message
+from infinistore.protocol.messages import MISSING, Exists, ExistsReply, GetReply, HelloReply, Keys, Message
 from tests.protocol.wire import Wire, frame
 
 HELLO: dict[str, Any] = {
@@ -61,4 +61,4 @@ def test_no_memory_is_taken_for_more_than_the_server_said_that_it_sends(sizes: l
 def test_neither_there_nor_missing_is_a_protocol_error(present: bytes) -> None:
     wire, link = after_hello(ExistsReply(present))
     with pytest.raises(ProtocolError, match="neither"):
-        wire.run(operations_of(link).exists(Exists(["a", "b"])))
+        wire.run(operations_of(link).exists(Exists(Keys(["a", "b"]))))

@@ -11,17 +11,11 @@ from functools import partial
 
 import attrs
 
-from infinistore.client.requests import (
-    Batch,
-    Exists,
-    Get,
-    MatchPrefix,
-    Put,
-)
+from infinistore.client.requests import Batch, Get, Put
 from infinistore.cluster.membership import Node, NodeState
 from infinistore.cluster.placement import Placement
 from infinistore.errors import StoreUnavailable
-from infinistore.protocol.messages import Delete, Keys
+from infinistore.protocol.messages import Delete, Exists, Keys, MatchPrefix
 from tests.churn.world import ChurnWorld, Client
 
 __all__ = ["Outcome", "Settings", "run"]
@@ -272,8 +266,8 @@ class _Run:
 
     def _match(self, client: Client, keys: Sequence[str]) -> int:
         """Match a prefix, which nothing can change meanwhile; return its length."""
-        matched: int = client.call(MatchPrefix(list(keys), 0)).matched
-        there = client.call(Exists(list(keys)))
+        matched: int = client.call(MatchPrefix(Keys(list(keys)))).matched
+        there = client.call(Exists(Keys(list(keys))))
         if matched != [*there, False].index(False):
             self._problem(f"{client.name} matched {matched} of {list(zip(keys, there, strict=True))}")
         return matched
@@ -358,7 +352,7 @@ class _Run:
             for client in self.world.clients:
                 for keys, expected in zip(prompts, usable, strict=True):
                     for _ in range(2):  # a node is lost after two failures
-                        client.call(Exists(keys))
+                        client.call(Exists(Keys(keys)))
                     if self._match(client, keys) != expected:
                         self._problem(f"{client.name} cannot use {expected} of a prefix {when} it heard of a loss")
                     self._get(client, keys)

@@ -14,9 +14,9 @@ from infinistore.client.connection.effects import Part
 from infinistore.client.drivers.asyncio_driver import asyncio_at_once
 from infinistore.client.drivers.blocking_driver import PartThreads
 from infinistore.client.drivers.trio_driver import trio_at_once
-from infinistore.client.requests import Exists
 from infinistore.errors import DeadlineExceeded, OutOfMemory
 from infinistore.kept_errors import KeptError
+from infinistore.protocol.messages import Exists, Keys
 from tests.bad_days.refused_threads import refused_threads
 
 
@@ -70,7 +70,7 @@ class Plain:
 
 
 def parts(store: Any) -> list[Any]:
-    return [Part(store, Exists([key])) for key in "abc"]
+    return [Part(store, Exists(Keys([key]))) for key in "abc"]
 
 
 def check_that_b_failed(outcomes: list[Any]) -> None:

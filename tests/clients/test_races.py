@@ -18,9 +18,9 @@ from infinistore.client.drivers.asyncio_driver import asyncio_at_once
 from infinistore.client.drivers.blocking_driver import PartThreads
 from infinistore.client.drivers.trio_driver import trio_at_once
 from infinistore.client.memory.views import Leased, Watch
-from infinistore.client.requests import Exists
 from infinistore.errors import DeadlineExceeded, StoreUnavailable
 from infinistore.kept_errors import KeptError
+from infinistore.protocol.messages import Exists, Keys
 from tests.asking import until
 from tests.bad_days.refused_threads import refused_threads
 
@@ -44,7 +44,7 @@ class Late(LatePart):
 
     def begin(self) -> list[Part]:
         self.begun += 1
-        return [Part(store, Exists(["key"])) for store in self.stores]
+        return [Part(store, Exists(Keys(["key"]))) for store in self.stores]
 
     def is_full(self, outcomes: Sequence[Any]) -> bool:
         self.looked += 1
@@ -145,7 +145,7 @@ in_all_dresses = pytest.mark.parametrize(("store", "carry_out"), DRESSES)
 @in_all_dresses
 def test_what_answers_in_time_races_with_nobody(store: Any, carry_out: Callable[[Part], Any]) -> None:
     hedge = Late(other := store("other"), after_s=NEVER_S)
-    assert carry_out(Part(store("first"), Exists(["key"]), None, hedge)) == "first"
+    assert carry_out(Part(store("first"), Exists(Keys(["key"])), None, hedge)) == "first"
     assert (hedge.begun, other.calls) == (0, 0)
     assert hedge.settled == [("first", None)]
 
@@ -163,14 +163,14 @@ def test_the_others_win_against_what_is_silent_and_that_is_over_before_the_outco
         return settle(*outcomes)
 
     hedge.settle = settle_when_over  # type: ignore[assignment, method-assign]
-    assert carry_out(Part(first, Exists(["key"]), None, hedge)) == "other"
+    assert carry_out(Part(first, Exists(Keys(["key"])), None, hedge)) == "other"
     assert hedge.settled == [(None, ["other", "another"])]
 
 
 @in_all_dresses
 def test_the_first_wins_against_silent_others_which_are_ended(store: Any, carry_out: Callable[[Part], Any]) -> None:
     hedge = Late(other := store(None), after_s=0.0)
-    assert carry_out(Part(store("first", lambda: other.calls), Exists(["key"]), None, hedge)) == "first"
+    assert carry_out(Part(store("first", lambda: other.calls), Exists(Keys(["key"])), None, hedge)) == "first"
     while other.under_way:  # a thread ends a moment later
         pass
     assert hedge.settled == [("first", None)]
@@ -180,7 +180,7 @@ def test_the_first_wins_against_silent_others_which_are_ended(store: Any, carry_
 @pytest.mark.parametrize("answer", ["short", StoreUnavailable("planned")])
 def test_what_the_others_lack_is_waited_for(store: Any, carry_out: Callable[[Part], Any], answer: Any) -> None:
     hedge = Late(store("other"), store(answer))
-    assert carry_out(Part(store("first", lambda: hedge.looked), Exists(["key"]), None, hedge)) == "first"
+    assert carry_out(Part(store("first", lambda: hedge.looked), Exists(Keys(["key"])), None, hedge)) == "first"
     assert hedge.settled[0][0] == "first"
 
 
@@ -189,7 +189,7 @@ def test_an_error_of_the_first_waits_for_the_others(store: Any, carry_out: Calla
     lost: Any = None
     hedge = Late(other := store("other", lambda: lost.is_over))
     lost = store(StoreUnavailable("planned"), lambda: other.calls)
-    assert carry_out(Part(lost, Exists(["key"]), None, hedge)) == "other"
+    assert carry_out(Part(lost, Exists(Keys(["key"])), None, hedge)) == "other"
 
 
 @in_all_dresses
@@ -197,27 +197,27 @@ def test_of_two_errors_the_first_counts(store: Any, carry_out: Callable[[Part], 
     first: Any = None
     hedge = Late(other := store(StoreUnavailable("other"), lambda: first.is_over))
     first = store(StoreUnavailable("first"), lambda: other.calls)
-    outcome = carry_out(Part(first, Exists(["key"]), None, hedge))
+    outcome = carry_out(Part(first, Exists(Keys(["key"])), None, hedge))
     assert "first" in str(outcome.again())
 
 
 @in_all_dresses
 def test_without_a_budget_nobody_else_is_asked(store: Any, carry_out: Callable[[Part], Any]) -> None:
     hedge = Late()
-    assert carry_out(Part(store("first", lambda: hedge.begun), Exists(["key"]), None, hedge)) == "first"
+    assert carry_out(Part(store("first", lambda: hedge.begun), Exists(Keys(["key"])), None, hedge)) == "first"
     assert hedge.begun == 1
 
 
 @in_all_dresses
 def test_an_unexpected_error_is_raised_as_it_is(store: Any, carry_out: Callable[[Part], Any]) -> None:
     with pytest.raises(ZeroDivisionError, match="planned"):
-        carry_out(Part(store(ZeroDivisionError("planned")), Exists(["key"]), None, Late(store("other"))))
+        carry_out(Part(store(ZeroDivisionError("planned")), Exists(Keys(["key"])), None, Late(store("other"))))
 
 
 async def test_a_cancelled_call_leaves_nothing_behind_under_trio(autojump_clock: trio.testing.MockClock) -> None:
     first, other = TrioStore(None), TrioStore(None)
     with trio.move_on_after(1):
-        await trio_at_once([Part(first, Exists(["key"]), None, Late(other))])
+        await trio_at_once([Part(first, Exists(Keys(["key"])), None, Late(other))])
     assert (first.calls, other.calls) == (1, 1)
     assert (first.under_way, other.under_way) == (0, 0)
 
@@ -225,7 +225,7 @@ async def test_a_cancelled_call_leaves_nothing_behind_under_trio(autojump_clock:
 def test_a_cancelled_call_leaves_nothing_behind_under_asyncio() -> None:
     async def body() -> None:
         first, other = AsyncioStore(None), AsyncioStore(None)
-        call = asyncio.create_task(asyncio_at_once([Part(first, Exists(["key"]), None, Late(other))]))
+        call = asyncio.create_task(asyncio_at_once([Part(first, Exists(Keys(["key"])), None, Late(other))]))
         while not other.calls:  # noqa: ASYNC110 - any of three kinds of store sets it
             await asyncio.sleep(0)
         call.cancel()
@@ -246,7 +246,7 @@ def test_of_the_others_that_no_thread_asked_in_time_the_answers_of_those_asked_a
 
     hedge = Slow(other := ThreadStore("other"), late := ThreadStore("another"))
     first = ThreadStore(StoreUnavailable("planned"), lambda: hedge.begun)
-    carry_out_with_threads(Part(first, Exists(["key"]), None, hedge))
+    carry_out_with_threads(Part(first, Exists(Keys(["key"])), None, hedge))
     ((_, (answer, missing)),) = hedge.settled
     assert (answer, missing.kind, other.calls, late.calls) == ("other", DeadlineExceeded, 1, 0)
 
@@ -256,7 +256,7 @@ def test_leases_of_others_that_answer_when_the_race_is_over_are_left() -> None:
     leased = Leased([watch.over(memoryview(bytearray(8)), writable=False)], watch)
     other = ThreadStore(leased, lambda: False)  # it answers when it is ended
     first = ThreadStore("first", lambda: other.calls)
-    assert carry_out_with_threads(Part(first, Exists(["key"]), None, Late(other))) == "first"
+    assert carry_out_with_threads(Part(first, Exists(Keys(["key"])), None, Late(other))) == "first"
     until(lambda: not watch.alive)
 
 
@@ -265,7 +265,7 @@ def test_without_a_thread_for_the_clock_a_part_races_with_nobody() -> None:
     looks = iter(range(20))
     with refused_threads():
         first = ThreadStore("first", lambda: next(looks) == 19)
-        assert carry_out_with_threads(Part(first, Exists(["key"]), None, hedge)) == "first"
+        assert carry_out_with_threads(Part(first, Exists(Keys(["key"])), None, hedge)) == "first"
     assert other.calls == 0
 
 
@@ -275,7 +275,7 @@ def test_many_races_of_many_threads_share_one_clock() -> None:
 
     def call() -> None:
         for _ in range(20):
-            part = Part(ThreadStore(None), Exists(["key"]), None, Late(ThreadStore("other"), after_s=0.001))
+            part = Part(ThreadStore(None), Exists(Keys(["key"])), None, Late(ThreadStore("other"), after_s=0.001))
             outcomes.extend(threads.carry_out([part, part._replace(store=ThreadStore("first"))]))
 
     callers = [threading.Thread(target=call) for _ in range(4)]

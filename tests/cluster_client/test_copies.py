@@ -65,8 +65,8 @@ class NodeCore:
     def answer(self, request: Any) -> Outcome:
         core = self.core
         match request:
-            case requests.Exists(keys):
-                return requests.Found(map(bool, core.exists(keys)))
+            case messages.Exists(keys):
+                return messages.Found(map(bool, core.exists(keys)))
             case requests.Get(keys):
                 return self.get(keys)
             case messages.TimesLeft(keys):
@@ -79,7 +79,7 @@ class NodeCore:
                 return core.delete(keys)
             case messages.Purge():
                 return core.purge()
-            case requests.ListKeys(prefix, limit, after):
+            case messages.ListKeys(prefix, after, limit):
                 return core.keys(prefix, limit, after)
             case _:
                 raise NotImplementedError(request)
@@ -176,7 +176,7 @@ class Moving:
         calls = self.calls(self.given)
         for _ in range(PASSES_WHILE_BLOCKS_MOVE):
             await calls.call(requests.EndCopies())
-            if keys := await calls.call(requests.ListKeys("prefix/", 100, "", True)):
+            if keys := await calls.call(requests.ListKeysOfEveryNode("prefix/", limit=100)):
                 await calls.call(messages.Delete(messages.Keys(keys)))
         self.deleted = True
 

@@ -13,9 +13,15 @@ from hypothesis import strategies as st
 from infinistore.client.cluster.calls import Budget
 from infinistore.client.cluster.nodes import AnswerTimes
 from infinistore.client.cluster.reads import Hedge, hedges_for
-from infinistore.client.requests import Batch, Exists, Get, GetInto, Lease
+from infinistore.client.requests import (
+    Batch,
+    Get,
+    GetInto,
+    Lease,
+)
 from infinistore.errors import ChecksumMismatch, PartialPut, StoreUnavailable
 from infinistore.kept_errors import KeptError
+from infinistore.protocol.messages import Exists
 from tests.bad_days.clients import KINDS, run_with_store
 from tests.cluster_client.clusters import Cluster, Member
 from tests.cluster_client.silent_network import Network, run_in_virtual_time

@@ -18,10 +18,16 @@ from infinistore.client.connection import circuit_breaker
 from infinistore.client.connection.calls import Calls
 from infinistore.client.drivers.blocking_driver import PatientStream
 from infinistore.client.options import Options
-from infinistore.client.requests import Batch, Exists, Get, GetInto, Lease
+from infinistore.client.requests import (
+    Batch,
+    Get,
+    GetInto,
+    Lease,
+)
 from infinistore.cluster.membership import Node, NodeState
 from infinistore.errors import AuthenticationFailed, DeadlineExceeded, PartialPut, StoreUnavailable
 from infinistore.kept_errors import KeptError
+from infinistore.protocol.messages import Exists
 from tests.bad_days.clients import KINDS, run_with_store
 from tests.bad_days.full_backlog import full
 from tests.cluster_client.clusters import Cluster, Given, Member

@@ -50,7 +50,7 @@ def no_prefetch(monkeypatch: pytest.MonkeyPatch) -> None:
     def refuse(*_: object) -> None:
         raise AssertionError("there was nothing to read ahead")
 
-    monkeypatch.setattr("infinistore.client.requests.Prefetch.__init__", refuse)
+    monkeypatch.setattr("infinistore.protocol.messages.Prefetch.__init__", refuse)
 
 
 def bring_back(monkeypatch: pytest.MonkeyPatch) -> None:

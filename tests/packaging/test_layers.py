@@ -69,8 +69,8 @@ MAY_IMPORT: dict[str, set[str]] = {
     # that drains is a client of the others.
     "server": {*GROUND, *ENGINE, "access", "client", "cluster", "cluster_io", "disk", "disk_io"},
     "client": {*GROUND, *ENGINE, "cluster", "cluster_io", "disk", "disk_io"},
-    "aio": {"client"},
-    "blocking": {"client", "errors", "kept_errors"},
+    "aio": {"client", "protocol"},
+    "blocking": {"client", "errors", "kept_errors", "protocol"},
     "dropin": {*GROUND, *PUBLIC},
     "tensors": {*GROUND, "blocking", "client"},
     # "infinistore" stands for names taken from the package itself: what is public.

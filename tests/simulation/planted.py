@@ -235,7 +235,7 @@ PLANTED = [
     ),
     Planted(
         "a batch merged in the wrong order",
-        "infinistore.client.requests",
+        "infinistore.protocol.messages",
         "            for position, result in zip(positions, results, strict=True):\n",
         "            for position, result in zip(positions, list(results)[::-1], strict=True):\n",
     ),

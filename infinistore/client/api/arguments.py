@@ -97,10 +97,15 @@ def sizes_to_reserve(sizes: Mapping[str, int]) -> tuple[list[str], list[int]]:
     return keys, list(sizes.values())
 
 
-def check_hold(hold_s: float) -> None:
-    """Raise `ValueError` unless this is a duration for a hold; 0 means no hold."""
+def hold_in_us(hold_s: float) -> int:
+    """Return the duration of a hold in whole microseconds, 0 for no hold.
+
+    Raises:
+        ValueError: it is negative, or not finite.
+    """
     if not 0 <= hold_s < math.inf:
         raise ValueError(f"hold_s must be a number of seconds, 0 for no hold, not {hold_s!r}")
+    return math.ceil(hold_s * 1e6)
 
 
 def check_hold_token(hold: str) -> None:

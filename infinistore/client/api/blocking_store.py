@@ -17,10 +17,10 @@ from infinistore.client.api.arguments import (
     batch_to_put,
     block_to_get,
     block_to_put,
-    check_hold,
     check_hold_token,
     check_page,
     check_ratios,
+    hold_in_us,
     key_list,
     sizes_to_reserve,
     ttl_in_us,
@@ -32,25 +32,34 @@ from infinistore.client.movers.rdma import StoreRdma, check_registered, flush, w
 from infinistore.client.requests import (
     Batch,
     Commit,
-    Exists,
-    Found,
     Get,
     GetInto,
     GetToDevice,
     Lease,
-    ListKeys,
-    MatchPrefix,
-    Prefetch,
-    Prefetched,
+    ListKeysOfEveryNode,
     Put,
     PutFromDevice,
-    ReleaseHold,
+    ReleaseHolds,
     Reserve,
     check_all_there,
 )
 from infinistore.errors import KeyNotFound
 from infinistore.keys import CheckedKeys
-from infinistore.protocol.messages import Delete, Evict, Flush, Pin, Purge, Statistics, StoreRequest
+from infinistore.protocol.messages import (
+    Delete,
+    Evict,
+    Exists,
+    Flush,
+    Found,
+    ListKeys,
+    MatchPrefix,
+    Pin,
+    Prefetch,
+    Prefetched,
+    Purge,
+    Statistics,
+    StoreRequest,
+)
 from infinistore.statistics import Stats
 from infinistore.transports.cuda import DeviceMemory
 
@@ -318,9 +327,7 @@ class BlockingStore(ABC):
         Raises:
             LimitExceeded: the hold is too long, or too much would be held.
         """
-        checked = key_list(keys)
-        check_hold(hold_s)
-        return PrefixMatch(*self._call(MatchPrefix(checked, hold_s)))
+        return PrefixMatch(*self._call(MatchPrefix(key_list(keys), hold_in_us(hold_s))))
 
     def prefetch(self, keys: Iterable[str], hold_s: float = 0) -> Prefetched:
         """Begin to read blocks that are on disk into memory, the first ones first.
@@ -333,9 +340,7 @@ class BlockingStore(ABC):
         Raises:
             LimitExceeded: the hold is too long, or too much would be held.
         """
-        checked = key_list(keys)
-        check_hold(hold_s)
-        return self._call(Prefetch(checked, hold_s))
+        return self._call(Prefetch(key_list(keys), hold_in_us(hold_s)))
 
     def flush(self, keys: Iterable[str]) -> int:
         """Write blocks to disk now, and wait until they are durable.
@@ -344,13 +349,12 @@ class BlockingStore(ABC):
         of the keys have a durable block: fewer than given if some do not exist, or if a
         disk has no room for them or fails. A store without disks returns 0 at once.
         """
-        checked = key_list(keys)
-        return self._call(Flush(checked))
+        return self._call(Flush(key_list(keys)))
 
     def release_hold(self, hold: str) -> bool:
         """End a hold early. False if it has ended before, or is another server's."""
         check_hold_token(hold)
-        return bool(hold) and self._call(ReleaseHold(hold))
+        return bool(hold) and self._call(ReleaseHolds(hold))
 
     def pin(self, keys: Iterable[str], *, ttl_s: float | None = None) -> int:
         """Keep keys from being evicted, until `unpin`, or for `ttl_s` seconds from now
@@ -373,8 +377,7 @@ class BlockingStore(ABC):
 
     def delete(self, keys: Iterable[str]) -> int:
         """Delete keys. Returns how many of them existed."""
-        checked = key_list(keys)
-        return self._call(Delete(checked))
+        return self._call(Delete(key_list(keys)))
 
     def keys(self, prefix: str = "", limit: int = 1000, after: str = "", *, every_node: bool = False) -> list[str]:
         """List up to `limit` keys that begin with `prefix`, in code point order.
@@ -386,7 +389,8 @@ class BlockingStore(ABC):
         call then raises `StoreUnavailable`, which names them.
         """
         check_page(prefix, limit, after)
-        return self._call(ListKeys(prefix, limit, after, every_node))
+        kind = ListKeysOfEveryNode if every_node else ListKeys
+        return self._call(kind(prefix, after, limit))
 
     def removals(self, wait_s: float = 10.0) -> BlockingRemovals:
         """Follow which keys the store removes: `for batch in store.removals()`.

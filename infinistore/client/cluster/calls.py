@@ -28,15 +28,10 @@ from infinistore.client.connection.effects import (
 from infinistore.client.memory.buffers import Registration
 from infinistore.client.movers.rdma import StoreRdma, register
 from infinistore.client.options import Options
-from infinistore.client.requests import (
-    Exists,
-    MatchPrefix,
-    Prefetch,
-    ReleaseHold,
-)
+from infinistore.client.requests import ReleaseHolds
 from infinistore.errors import DeadlineExceeded, StoreUnavailable
 from infinistore.kept_errors import KeptError
-from infinistore.protocol.messages import Mark, StoreRequest
+from infinistore.protocol.messages import Exists, Mark, MatchPrefix, Prefetch, StoreRequest
 from infinistore.transports.cuda import DeviceMemory
 
 _PART: Final = 0.05
@@ -70,7 +65,7 @@ LOST: Final = (StoreUnavailable, DeadlineExceeded)
 """What says that a node does not answer. Any other error is an answer."""
 _LATE_S: Final = 2.0
 """Whoever asks a lost node in the background should have done so by then."""
-_LOOKUPS: Final = frozenset((Exists, Mark, MatchPrefix, Prefetch, ReleaseHold))
+_LOOKUPS: Final = frozenset((Exists, Mark, MatchPrefix, Prefetch, ReleaseHolds))
 """What a server answers at once, and is asked in vain if it takes longer."""
 
 

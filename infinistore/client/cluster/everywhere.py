@@ -7,22 +7,21 @@ import attrs
 
 from infinistore.client import requests
 from infinistore.client.cluster.calls import CallInView, Handlers, is_lost
-from infinistore.client.cluster.reads import exists, lease, match_prefix, prefetch, read, release_hold
+from infinistore.client.cluster.reads import exists, lease, match_prefix, prefetch, read, release_holds
 from infinistore.client.cluster.writes import check_done, commit, copy, delete, flush, marks, pin, put, reserve
 from infinistore.client.connection.effects import Outcome, Sleep
 from infinistore.client.requests import (
     EndCopies,
-    Exists,
     Followed,
-    ListKeys,
-    Removed,
+    FollowRemovals,
+    ListKeysOfEveryNode,
     RemovedKeys,
 )
 from infinistore.cluster.membership import NodeState
 from infinistore.cluster.placement import still_finds
 from infinistore.errors import StoreUnavailable
 from infinistore.protocol import messages
-from infinistore.protocol.messages import Evict, Mark, Purge, Statistics, StoreRequest
+from infinistore.protocol.messages import Evict, Exists, Keys, ListKeys, Mark, Purge, Statistics, StoreRequest
 from infinistore.statistics import ClusterStatistics, NodeStatistics, Stats, merged
 
 _T = TypeVar("_T")
@@ -42,7 +41,7 @@ async def list_keys(call: CallInView, request: ListKeys) -> list[str]:
         StoreUnavailable: every node is asked for, and one could not be reached.
     """
     pages = await _ask_everyone(call, request)
-    if request.every_node:
+    if isinstance(request, ListKeysOfEveryNode):
         check_done(call, range(len(pages)), pages, "listed")
     return sorted({key for page in pages if not is_lost(page) for key in page})[: request.limit]
 
@@ -125,7 +124,7 @@ async def statistics(call: CallInView, request: Statistics) -> Stats:
     )
 
 
-async def removed(call: CallInView, request: Removed) -> Followed:
+async def removed(call: CallInView, request: FollowRemovals) -> Followed:
     """Ask all nodes which keys were removed, and wait a moment for one; tell
     those that no node has.
 
@@ -160,7 +159,7 @@ async def removed(call: CallInView, request: Removed) -> Followed:
         missed = None if missed is None or more is None else missed + more
     keys = list(found)
     if keys:
-        there = await exists(call, Exists(keys))
+        there = await exists(call, Exists(Keys(keys)))
         keys = [key for key, is_there in zip(keys, there, strict=True) if not is_there]
     return Followed(places, RemovedKeys(keys, missed), view)
 
@@ -174,18 +173,19 @@ HANDLERS: Final[Handlers] = {
     requests.Lease: lease,
     requests.Reserve: reserve,
     requests.Commit: commit,
-    requests.Exists: exists,
-    requests.MatchPrefix: match_prefix,
-    requests.ReleaseHold: release_hold,
+    messages.Exists: exists,
+    messages.MatchPrefix: match_prefix,
+    requests.ReleaseHolds: release_holds,
     requests.Marks: marks,
     requests.Copy: copy,
     EndCopies: end_copies,
     messages.Delete: delete,
     messages.Pin: pin,
     messages.Flush: flush,
-    requests.Prefetch: prefetch,
-    Removed: removed,
-    requests.ListKeys: list_keys,
+    messages.Prefetch: prefetch,
+    FollowRemovals: removed,
+    messages.ListKeys: list_keys,
+    ListKeysOfEveryNode: list_keys,
     messages.Evict: evict,
     messages.Purge: purge,
     messages.Statistics: statistics,

@@ -16,11 +16,12 @@ from collections.abc import Callable, Sequence
 from typing import Any, Final, Generic, Protocol, TypeVar
 
 from infinistore.client.options import StoreUrl, parse_url
-from infinistore.client.requests import Exists, closed
+from infinistore.client.requests import closed
 from infinistore.cluster.membership import Membership, Node, NodeState, View
 from infinistore.cluster.placement import Placement
 from infinistore.errors import ConfigError
 from infinistore.host import FORKED, let_go_in_child
+from infinistore.protocol.messages import Exists, Keys
 
 _MEAN_GAIN: Final = 1 / 8
 _DEVIATION_GAIN: Final = 1 / 4
@@ -66,7 +67,7 @@ class AnswerTimes:
 
 
 _log = logging.getLogger("infinistore.client")
-PING: Final = Exists(["infinistore/is the node there?"])
+PING: Final = Exists(Keys(["infinistore/is the node there?"]))
 """What every server answers at once."""
 _Store = TypeVar("_Store", bound="OpenStore")
 _Cut = TypeVar("_Cut", bound=Any)

@@ -31,23 +31,29 @@ from infinistore.client.connection.effects import Background, Outcome, Part, Tog
 from infinistore.client.memory.views import Leased
 from infinistore.client.requests import (
     Batch,
-    Exists,
-    Found,
     Get,
     GetInto,
     GetToDevice,
     Lease,
-    Matched,
-    MatchPrefix,
-    Prefetch,
-    Prefetched,
     Put,
-    ReleaseHold,
+    ReleaseHolds,
 )
 from infinistore.cluster.membership import NodeState
 from infinistore.errors import ChecksumMismatch, InfiniStoreException, PermissionDenied
 from infinistore.kept_errors import KeptError
-from infinistore.protocol.messages import KeyedRequest, Keys, Mark, StoreRequest, TimesLeft
+from infinistore.protocol.messages import (
+    Exists,
+    Found,
+    KeyedRequest,
+    Keys,
+    Mark,
+    Matched,
+    MatchPrefix,
+    Prefetch,
+    Prefetched,
+    StoreRequest,
+    TimesLeft,
+)
 
 _LEAST_S: Final = 0.002
 """Nothing is late before that: a busy process wakes up about as late."""
@@ -372,7 +378,7 @@ async def present_anywhere(call: CallInView, keys: Sequence[str]) -> list[int]:
             places, [position for position, place in enumerate(places) if len(place) > rank], rank, (), set()
         )
     ]
-    outcomes = await call.ask([(index, Exists([keys[i] for i in positions])) for index, positions in parts])
+    outcomes = await call.ask([(index, Exists(Keys([keys[i] for i in positions]))) for index, positions in parts])
     found = [-1] * len(keys)
     for (index, positions), outcome in zip(parts, outcomes, strict=True):
         if is_lost(outcome):
@@ -483,7 +489,7 @@ async def _hold_less(call: CallInView, held: dict[int, Matched], wanted: dict[in
         if outcome.matched == len(request.keys):
             outcome, held[index] = held[index], outcome
         if outcome.hold:
-            superfluous.append((index, ReleaseHold(outcome.hold)))
+            superfluous.append((index, ReleaseHolds(outcome.hold)))
     await call.ask_all(superfluous)
 
 
@@ -502,16 +508,16 @@ async def prefetch(call: CallInView, request: Prefetch) -> Prefetched:
     return Prefetched(reading, skipped, _token(call, tokens))
 
 
-async def release_hold(call: CallInView, request: ReleaseHold) -> bool:
+async def release_holds(call: CallInView, request: ReleaseHolds) -> bool:
     """End a hold on all its nodes; False if it has ended on all of them."""
     parts: list[tuple[int, StoreRequest[Any]]] = []
     indices = {node.id: index for index, node in enumerate(call.view.view.nodes)}
     for one in request.hold.split("&"):
         name, separator, token = one.rpartition("=")
         if not separator:  # of a store of one server
-            parts += [(index, ReleaseHold(token)) for index in indices.values()]
+            parts += [(index, ReleaseHolds(token)) for index in indices.values()]
         elif unquote(name) in indices:
-            parts.append((indices[unquote(name)], ReleaseHold(token)))
+            parts.append((indices[unquote(name)], ReleaseHolds(token)))
     outcomes = await call.ask(parts)
     return any(outcome for outcome in outcomes if not is_lost(outcome))
 
@@ -528,7 +534,7 @@ async def _ask_or_release(call: CallInView, parts: Sequence[tuple[int, StoreRequ
     ]
     if refused:
         held = [
-            (index, ReleaseHold(outcome.hold))
+            (index, ReleaseHolds(outcome.hold))
             for (index, _), outcome in zip(parts, outcomes, strict=True)
             if not isinstance(outcome, KeptError) and outcome.hold
         ]

@@ -28,11 +28,8 @@ from infinistore.client.options import Options
 from infinistore.client.requests import (
     Batch,
     Followed,
-    Found,
-    Matched,
+    FollowRemovals,
     Place,
-    Prefetched,
-    Removed,
     RemovedKeys,
     check_all_there,
     closed,
@@ -49,6 +46,7 @@ from infinistore.errors import BufferTooSmall, ChecksumMismatch
 from infinistore.host import FORKED, let_go_in_child
 from infinistore.protocol import messages
 from infinistore.protocol.effects import Pause
+from infinistore.protocol.messages import Found, Matched, Prefetched
 from infinistore.sizes import in_units
 from infinistore.statistics import Stats
 
@@ -78,7 +76,7 @@ class AwaitDisk(NamedTuple):
 
 
 async def await_removal(
-    lock: AbstractContextManager[Any], log: RemovalLog, look: Callable[[Place], Told], request: Removed
+    lock: AbstractContextManager[Any], log: RemovalLog, look: Callable[[Place], Told], request: FollowRemovals
 ) -> Followed:
     """Ask a store which keys were removed, and wait for one; `look` answers, under the
     lock."""
@@ -234,7 +232,7 @@ class EmbeddedOperations:
         batch, replace, ttl_us = request.batch, request.replace, request.ttl_us
         if replace:
             return await self._put(batch, replace, ttl_us)
-        present = await self.exists(requests.Exists(batch.keys))
+        present = await self.exists(messages.Exists(messages.Keys(batch.keys)))
         with self._lock:
             self._core.touch(list(compress(batch.keys, present)))
         missing = batch.where(map(not_, present))
@@ -382,14 +380,14 @@ class EmbeddedOperations:
         with self._lock:
             self._core.commit(room.reservation, room.keys, checksums, ttl_s=request.ttl_us / 1e6)
 
-    async def exists(self, request: requests.Exists) -> Found:
+    async def exists(self, request: messages.Exists) -> Found:
         """Ask which keys are there."""
         with self._lock:
             return Found(map(bool, self._core.exists(request.keys)))
 
-    async def match_prefix(self, request: requests.MatchPrefix) -> Matched:
+    async def match_prefix(self, request: messages.MatchPrefix) -> Matched:
         """Count the leading keys that are there."""
-        keys, hold_s = request.keys, request.hold_s
+        keys, hold_s = request.keys, request.hold_us / 1e6
         with self._lock:
             if not hold_s:
                 return Matched(self._core.match_prefix(keys))
@@ -401,15 +399,15 @@ class EmbeddedOperations:
         self._store.check_usable()
         return 0
 
-    async def prefetch(self, request: requests.Prefetch) -> Prefetched:
+    async def prefetch(self, request: messages.Prefetch) -> Prefetched:
         """Hold what is there, if that is wanted. Nothing has to be read."""
-        if not request.hold_s:
+        if not request.hold_us:
             self._store.check_usable()
             return Prefetched(0)
-        held = await self.match_prefix(requests.MatchPrefix(request.keys, request.hold_s))
+        held = await self.match_prefix(messages.MatchPrefix(request.keys, request.hold_us))
         return Prefetched(0, hold=held.hold)
 
-    async def release_hold(self, request: requests.ReleaseHold) -> bool:
+    async def release_hold(self, request: requests.ReleaseHolds) -> bool:
         """End a hold; False if it has ended, or if it was a server's."""
         try:
             hold_id = int(request.hold, 16)
@@ -438,7 +436,7 @@ class EmbeddedOperations:
             left = self._core.retention.times_left(request.keys)
         return [0 if time_s is None else ceil(time_s * 1e6) if time_s else None for time_s in left]
 
-    async def removed(self, request: Removed) -> Followed:
+    async def removed(self, request: FollowRemovals) -> Followed:
         """Ask which keys were removed, and wait for one."""
         return await await_removal(self._lock, self._core.removal_log, self._told, request)
 
@@ -446,7 +444,7 @@ class EmbeddedOperations:
         core = self._core
         return core.removal_log.told(place, MAX_TOLD_KEYS, core.index.contains_many)
 
-    async def list_keys(self, request: requests.ListKeys) -> list[str]:
+    async def list_keys(self, request: messages.ListKeys) -> list[str]:
         """One page of keys, in code point order."""
         with self._lock:
             return self._core.keys(request.prefix, request.limit, request.after)
@@ -473,16 +471,17 @@ class EmbeddedOperations:
         requests.Lease: lease,
         requests.Reserve: reserve,
         requests.Commit: commit,
-        requests.Exists: exists,
-        requests.MatchPrefix: match_prefix,
-        requests.ReleaseHold: release_hold,
+        messages.Exists: exists,
+        messages.MatchPrefix: match_prefix,
+        requests.ReleaseHolds: release_hold,
         messages.Delete: delete,
         messages.Pin: pin,
         messages.TimesLeft: times_left,
         messages.Flush: flush,
-        requests.Prefetch: prefetch,
-        Removed: removed,
-        requests.ListKeys: list_keys,
+        messages.Prefetch: prefetch,
+        FollowRemovals: removed,
+        messages.ListKeys: list_keys,
+        requests.ListKeysOfEveryNode: list_keys,
         messages.Evict: evict,
         messages.Purge: purge,
         messages.Statistics: statistics,

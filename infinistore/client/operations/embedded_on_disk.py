@@ -24,7 +24,7 @@ from infinistore.client import requests
 from infinistore.client.memory.views import Returns
 from infinistore.client.operations.embedded import AwaitDisk, EmbeddedOperations, hold_token
 from infinistore.client.options import Options
-from infinistore.client.requests import Found, Matched, Prefetched, check_all_there
+from infinistore.client.requests import check_all_there
 from infinistore.core.removals import MAX_TOLD_KEYS, Told
 from infinistore.core.store import StoreCore
 from infinistore.disk.guarded_tier import Fetch, GuardedTier, Purging, names_on_disk
@@ -35,6 +35,7 @@ from infinistore.disk_io.store_disks import open_disks
 from infinistore.errors import StoreUnavailable
 from infinistore.host import start_thread
 from infinistore.protocol import messages
+from infinistore.protocol.messages import Found, Matched, Prefetched
 from infinistore.statistics import DiskTierStatistics, Stats
 
 _LAST_WRITES_S = 10.0
@@ -174,7 +175,7 @@ class OperationsOnDisk(EmbeddedOperations):
         what is missing.
         """
         if request.all_or_nothing:
-            present = await self.exists(requests.Exists(request.keys))
+            present = await self.exists(messages.Exists(messages.Keys(request.batch.keys)))
             check_all_there(request.keys, [there or None for there in present])
         return await self._in_parts(request.keys, lambda part: super(OperationsOnDisk, self).get_into(request.at(part)))
 
@@ -207,15 +208,15 @@ class OperationsOnDisk(EmbeddedOperations):
     def _deadline(self) -> float:
         return self._store.clock() + self._store.deadline_s
 
-    async def exists(self, request: requests.Exists) -> Found:
+    async def exists(self, request: messages.Exists) -> Found:
         """Ask which keys are there."""
         with self._lock:
             present = self._disks.tier.exists(request.keys)
         return Found.partly_on_disk(map(bool, present), present.count(2))
 
-    async def match_prefix(self, request: requests.MatchPrefix) -> Matched:
+    async def match_prefix(self, request: messages.MatchPrefix) -> Matched:
         """Count the leading keys that are there."""
-        keys, hold_s = request.keys, request.hold_s
+        keys, hold_s = request.keys, request.hold_us / 1e6
         with self._lock:
             tier = self._disks.tier
             match = tier.hold_prefix(self._client, keys, hold_s) if hold_s else tier.match_prefix(keys)
@@ -228,10 +229,10 @@ class OperationsOnDisk(EmbeddedOperations):
         tier = self._disks.tier
         return tier.core.removal_log.told(place, MAX_TOLD_KEYS, tier.exists)
 
-    async def prefetch(self, request: requests.Prefetch) -> Prefetched:
+    async def prefetch(self, request: messages.Prefetch) -> Prefetched:
         """Have blocks read ahead."""
         with self._lock:
-            ahead = self._disks.tier.prefetch(request.keys, request.hold_s or None)
+            ahead = self._disks.tier.prefetch(request.keys, request.hold_us / 1e6 or None)
         return Prefetched(ahead.reading, ahead.skipped, hold_token(ahead.hold_id))
 
     async def flush(self, request: messages.Flush) -> int:
@@ -287,9 +288,9 @@ class OperationsOnDisk(EmbeddedOperations):
         **EmbeddedOperations.handlers,
         requests.Get: get,
         requests.GetInto: get_into,
-        requests.Exists: exists,
-        requests.MatchPrefix: match_prefix,
-        requests.Prefetch: prefetch,
+        messages.Exists: exists,
+        messages.MatchPrefix: match_prefix,
+        messages.Prefetch: prefetch,
         messages.Flush: flush,
         messages.Delete: delete,
         messages.Purge: purge,

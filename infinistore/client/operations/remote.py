@@ -1,6 +1,5 @@
 """Requests over one connection: cut to the server's limits, handed to its movers."""
 
-import math
 import re
 from collections.abc import Callable, Coroutine, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -14,8 +13,7 @@ from infinistore.client.movers.base import Destination, GetPart, Handler, Mover,
 from infinistore.client.movers.channel import Channel, expect
 from infinistore.client.movers.inline import InlineMover
 from infinistore.client.movers.new_blocks import NewBlocks
-from infinistore.client.requests import Batch, Followed, Found, Matched, Prefetched, RemovedKeys
-from infinistore.client.requests import Removed as RemovedRequest
+from infinistore.client.requests import Batch, Followed, FollowRemovals, RemovedKeys
 from infinistore.errors import (
     DeviceMemoryUnreachable,
     DiskFailed,
@@ -30,22 +28,25 @@ from infinistore.kept_errors import KeptError
 from infinistore.protocol.codec import pack_u64, statistics_from_tree
 from infinistore.protocol.messages import (
     MISSING,
+    BatchRequest,
     CountingRequest,
     Delete,
     Evict,
     Exists,
-    ExistsReply,
     Flush,
+    Found,
     KeyedRequest,
     Keys,
     KeysReply,
     ListKeys,
     Mark,
+    Matched,
     MatchPrefix,
     MatchPrefixReply,
     Numbers,
     Pin,
     Prefetch,
+    Prefetched,
     PrefetchReply,
     Purge,
     ReleaseHold,
@@ -96,7 +97,7 @@ def check_ttl(channel: Channel, ttl_us: int) -> None:
         )
 
 
-async def removed(channel: Channel, request: RemovedRequest) -> Followed:
+async def removed(channel: Channel, request: FollowRemovals) -> Followed:
     """Ask which keys were removed."""
     if Capability.REMOVALS not in channel.connection.peer.capabilities:
         raise VersionMismatch(
@@ -183,7 +184,7 @@ class RemoteOperations:
         """Store what is not there yet, without moving the bytes of what is."""
         if since and Capability.COPIES not in self._channel.connection.peer.capabilities:
             raise VersionMismatch("the server's release takes no copies; install this release there, too")
-        present = await self._ask_which_exist(batch.keys, touch=True)
+        present = await self.ask_in_parts(Exists(Keys(batch.keys), touch=True), backwards=True)
         missing = batch.where(map(not_, present))
         skipped = list(compress(batch.keys, present))
         if missing.keys:
@@ -192,7 +193,7 @@ class RemoteOperations:
                 missing, sizes, replace=False, on_device=on_device, ttl_us=ttl_us, since=since
             )
             if len(missing.keys) < len(batch.keys):  # what was there already must not end colder than what follows it
-                await self._ask_which_exist(batch.keys, touch=True)
+                await self.ask_in_parts(Exists(Keys(batch.keys), touch=True), backwards=True)
         return skipped
 
     async def _put_in_parts(
@@ -250,7 +251,7 @@ class RemoteOperations:
         keys, views = batch
         if all_or_nothing and self._lookups_first and len(keys) > 1:
             all_or_nothing = False
-            present = await self.exists(requests.Exists(keys))
+            present = await self.exists(Exists(Keys(keys)))
             if not all(present):
                 return [0 if there else None for there in present]
         lengths: list[int | None] = []
@@ -341,48 +342,30 @@ class RemoteOperations:
 
     # Without blocks
 
-    async def exists(self, request: requests.Exists) -> Found:
+    async def exists(self, request: Exists) -> Found:
         """Tell for each key whether it is there."""
-        routes = self._routes.get(requests.Exists)
+        routes = self._routes.get(Exists)
         known: Found | None = await self._carry(routes, request) if routes else None
-        return await self._ask_which_exist(request.keys, touch=False) if known is None else known
+        return await self.ask_in_parts(request) if known is None else known
 
-    async def _ask_which_exist(self, keys: Sequence[str], *, touch: bool) -> Found:
-        present = b""
-        on_disk = 0
-        for part in reversed(self._key_parts(keys)):  # the head of a prefix is touched last
-            reply = expect(ExistsReply, await self._channel.ask(Exists(part, touch)))
-            if len(reply.present) != len(part):
-                raise ProtocolError(f"the server answered for {len(reply.present)} of {len(part)} keys")
-            present = reply.present + present if present else reply.present
-            on_disk += reply.on_disk
-        if present.translate(None, b"\0\1"):
-            raise ProtocolError("the server says of a key that it is neither there nor missing")
-        if not present:  # which cannot be cast
-            return Found(())
-        # list(map(bool, present)) takes five times as long.
-        flags: Any = memoryview(present).cast("?").tolist()
-        return Found.partly_on_disk(flags, on_disk) if on_disk else Found(flags)
-
-    async def match_prefix(self, request: requests.MatchPrefix) -> Matched:
+    async def match_prefix(self, request: MatchPrefix) -> Matched:
         """Count the leading keys that are there."""
-        routes = self._routes.get(requests.MatchPrefix)
+        routes = self._routes.get(MatchPrefix)
         known: Matched | None = await self._carry(routes, request) if routes else None
         if known is not None:
             return known
         matched = on_disk = 0
         holds: list[int] = []
         try:
-            for part in self._key_parts(request.keys):
-                match = MatchPrefix(part, hold_us=math.ceil(request.hold_s * 1e6))
-                reply = expect(MatchPrefixReply, await self._channel.ask(match))
-                if reply.matched > len(part):
-                    raise ProtocolError(f"the server matched {reply.matched} of {len(part)} keys")
+            for part, _ in self._parts(request):
+                reply = expect(MatchPrefixReply, await self._channel.ask(part))
+                if reply.matched > len(part.keys):
+                    raise ProtocolError(f"the server matched {reply.matched} of {len(part.keys)} keys")
                 matched += reply.matched
                 on_disk += reply.on_disk
                 if reply.hold:
                     holds.append(reply.hold)
-                if reply.matched < len(part):
+                if reply.matched < len(part.keys):
                     break
         except LimitExceeded:  # the caller learns of no hold, so there must be none
             await self._release(holds)
@@ -397,19 +380,18 @@ class RemoteOperations:
         for hold in holds:
             await self.ask(ReleaseHold(hold))
 
-    async def prefetch(self, request: requests.Prefetch) -> Prefetched:
+    async def prefetch(self, request: Prefetch) -> Prefetched:
         """Have blocks read ahead."""
-        if not self._server_may_have_disks:
-            if not request.hold_s:
+        if Capability.DISK not in self._channel.connection.peer.capabilities:
+            if not request.hold_us:
                 return Prefetched(0)
-            held = await self.match_prefix(requests.MatchPrefix(request.keys, request.hold_s))
+            held = await self.match_prefix(MatchPrefix(request.keys, request.hold_us))
             return Prefetched(0, hold=held.hold)
         reading = skipped = 0
         holds: list[int] = []
         try:
-            for part in self._key_parts(request.keys):
-                ahead = Prefetch(part, hold_us=math.ceil(request.hold_s * 1e6))
-                reply = expect(PrefetchReply, await self._channel.ask(ahead))
+            for part, _ in self._parts(request):
+                reply = expect(PrefetchReply, await self._channel.ask(part))
                 reading += reply.reading
                 skipped += reply.skipped
                 if reply.hold:
@@ -419,11 +401,7 @@ class RemoteOperations:
             raise
         return Prefetched(reading, skipped, self._token(holds))
 
-    @property
-    def _server_may_have_disks(self) -> bool:
-        return Capability.DISK in self._channel.connection.peer.capabilities
-
-    async def release_hold(self, request: requests.ReleaseHold) -> bool:
+    async def release_holds(self, request: requests.ReleaseHolds) -> bool:
         """End a hold; False if it has ended, or if it is another server's."""
         ids = request.hold.rpartition(":")[2].split(",")
         if not all(map(_HOLD_ID.fullmatch, ids)):
@@ -434,7 +412,7 @@ class RemoteOperations:
             released += await self.ask(ReleaseHold(int(hold_id, 16)))
         return released > 0
 
-    async def list_keys(self, request: requests.ListKeys) -> list[str]:
+    async def list_keys(self, request: ListKeys) -> list[str]:
         """Return one page of keys, in code point order."""
         found: list[str] = []
         while len(found) < request.limit:
@@ -463,33 +441,46 @@ class RemoteOperations:
         reply: Any = await self._channel.ask(request)
         return reply.result
 
-    async def ask_in_parts(self, request: CountingRequest | KeyedRequest[Any]) -> Any:
+    def _parts(self, request: BatchRequest[Any]) -> list[tuple[Any, Sequence[int]]]:
+        """Cut a request to as many keys as the server takes; return the parts, each
+        with the positions of its keys."""
+        count, most = len(request.keys), self._channel.hello.max_batch_keys
+        if 0 < count <= most:
+            return [(request, range(count))]
+        cuts = [range(first, min(first + most, count)) for first in range(0, count, most)]
+        return [(request.at(positions), positions) for positions in cuts]
+
+    async def ask_in_parts(self, request: CountingRequest | KeyedRequest[Any], *, backwards: bool = False) -> Any:
         """Ask for as many keys at a time as the server takes, and merge the results.
 
         Raises:
             DiskFailed: a disk may bring back some keys. What was to be done to the
                 others is.
         """
-        keys, most = request.keys, self._channel.hello.max_batch_keys
-        parts: list[tuple[Sequence[int], Any]] = []
+        parts = self._parts(request)
+        if len(parts) == 1:
+            return await self._ask_part(request)
+        if backwards:  # the head of a prefix is touched last
+            parts.reverse()
+        results: list[tuple[Sequence[int], Any]] = []
         failed: list[KeptError] = []
-        for first in range(0, len(keys), most):
-            positions = range(first, min(first + most, len(keys)))
-            part = request if len(keys) <= most else request.at(positions)
-            with not_all_over(0 if request.idempotent else first):
+        for number, (part, positions) in enumerate(parts):
+            with not_all_over(0 if request.idempotent else number):
                 try:
-                    result = await self.ask(part)
+                    results.append((positions, await self._ask_part(part)))
                 except DiskFailed as error:
                     if request.idempotent:
                         raise
                     failed.append(KeptError(error))
-                    continue
-            if isinstance(request, KeyedRequest) and len(result) != len(positions):
-                raise ProtocolError(f"the server answered for {len(result)} of {len(positions)} keys")
-            parts.append((positions, result))
         if failed:
             raise failed[0].again()
-        return request.merge(parts)
+        return request.merge(results)
+
+    async def _ask_part(self, part: Any) -> Any:
+        result = await self.ask(part)
+        if isinstance(part, KeyedRequest) and len(result) != len(part.keys):
+            raise ProtocolError(f"the server answered for {len(result)} of {len(part.keys)} keys")
+        return result
 
     async def pin(self, request: Pin) -> Any:
         """Pin keys, or unpin them."""
@@ -498,10 +489,6 @@ class RemoteOperations:
                 "the server's release does not end pins; pin without ttl_s, or install this release there, too"
             )
         return await self.ask_in_parts(request)
-
-    def _key_parts(self, keys: Sequence[str]) -> list[Keys]:
-        most = self._channel.hello.max_batch_keys
-        return [self._channel.key_part(keys, first) for first in range(0, len(keys), most)]
 
     handlers: ClassVar[Mapping[type[Any], Callable[[Any, Any], Coroutine[Any, Any, Any]]]] = {
         requests.Put: put,
@@ -512,17 +499,18 @@ class RemoteOperations:
         requests.Lease: lease,
         requests.Reserve: reserve,
         requests.Commit: commit,
-        requests.Exists: exists,
-        requests.MatchPrefix: match_prefix,
-        requests.ReleaseHold: release_hold,
+        Exists: exists,
+        MatchPrefix: match_prefix,
+        requests.ReleaseHolds: release_holds,
         Delete: ask_in_parts,
         Pin: pin,
         TimesLeft: ask_in_parts,
         Mark: ask,
-        RemovedRequest: lambda self, request: removed(self._channel, request),
+        FollowRemovals: lambda self, request: removed(self._channel, request),
         Flush: ask_in_parts,
-        requests.Prefetch: prefetch,
-        requests.ListKeys: list_keys,
+        Prefetch: prefetch,
+        ListKeys: list_keys,
+        requests.ListKeysOfEveryNode: list_keys,
         Evict: ask,
         Purge: ask,
         Statistics: statistics,

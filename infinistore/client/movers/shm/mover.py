@@ -151,8 +151,8 @@ class ShmMover(Mover):
             requests.Lease: self.lease,
             requests.Reserve: self.reserve,
             requests.Commit: self.commit,
-            requests.Exists: self.exists,
-            requests.MatchPrefix: self.match_prefix,
+            messages.Exists: self.exists,
+            messages.MatchPrefix: self.match_prefix,
             messages.Statistics: self.find_out,
         }
 
@@ -384,21 +384,21 @@ class ShmMover(Mover):
         if not self._known_reads.log(touch):
             await self._connection.notify_encoded(touch)
 
-    async def exists(self, request: requests.Exists) -> requests.Found | None:
+    async def exists(self, request: messages.Exists) -> messages.Found | None:
         """Return which keys are present, if all of them are known to be."""
         if self.pool.known.are_there(request.keys):
-            return requests.Found([True] * len(request.keys))
+            return messages.Found([True] * len(request.keys))
         return None
 
-    async def match_prefix(self, request: requests.MatchPrefix) -> requests.Matched | None:
+    async def match_prefix(self, request: messages.MatchPrefix) -> messages.Matched | None:
         """Count the leading keys that are present, if all of them are known to be."""
         keys = request.keys
-        if request.hold_s or len(keys) > self._channel.hello.max_batch_keys or not self.pool.known.are_there(keys):
+        if request.hold_us or len(keys) > self._channel.hello.max_batch_keys or not self.pool.known.are_there(keys):
             return None
         if self._known_reads.wants_tables:
             await ask_tables(self._channel, self._known_reads)
         await self._note_use(encode_head(Touch(self._channel.key_part(keys, 0), read=False), request_id=0))
-        return requests.Matched(len(keys))
+        return messages.Matched(len(keys))
 
     async def lease(self, request: requests.Lease) -> Leased | None:
         """Pin the batch in the server's pool and return views of it; None if it is not
