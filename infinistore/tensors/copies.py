@@ -20,12 +20,13 @@ without a GPU.
 
 import threading
 from collections.abc import Generator, Sequence
-from contextlib import AbstractContextManager, contextmanager
-from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
+from infinistore.tensors.cuda_runtime import Pieces, TorchCuda
 from infinistore.tensors.tensor_blocks import TensorBlocks, bytes_of_storage
 
 if TYPE_CHECKING:
@@ -33,14 +34,6 @@ if TYPE_CHECKING:
 
 
 _Numbers = NDArray[np.int64]
-
-
-class Pieces(NamedTuple):
-    """Pieces of memory to copy: starts on both sides, and lengths, in bytes."""
-
-    here: list[int]
-    there: list[int]
-    sizes: list[int]
 
 
 def merge(here: _Numbers, there: _Numbers, size: int, boundaries: Sequence[int] = ()) -> Pieces:
@@ -66,51 +59,6 @@ def addresses_of(views: Sequence[memoryview]) -> _Numbers:
 
 _FEW = 4
 """So many pieces are copied by a call each, where the driver takes no batch."""
-
-
-class Runtime(Protocol):
-    """The calls to CUDA. Streams and events are opaque values of the runtime."""
-
-    batches: bool
-    """Whether `copy` copies any number of pieces by one call."""
-
-    def new_stream(self, device: "torch.device") -> Any:
-        """Make a stream besides those that compute."""
-
-    def record(self, device: "torch.device") -> Any:
-        """Return an event after the earlier work of this thread's current stream."""
-
-    def wait_event(self, stream: Any, event: Any) -> None:
-        """Make later work of the stream wait for the event."""
-
-    def wait(self, event: Any) -> None:
-        """Wait for the event, without the interpreter's lock."""
-
-    def on(self, stream: Any) -> AbstractContextManager[Any]:
-        """Return a context in which PyTorch works on this stream."""
-
-    def copy(self, stream: Any, memory: "torch.Tensor", pieces: Pieces, *, to_host: bool) -> None:
-        """Queue copies on the stream.
-
-        `pieces` are offsets into `memory` (uint8, on the device), and addresses in this
-        process.
-        """
-
-    def finish(self, stream: Any) -> None:
-        """Wait until the stream is idle, without the interpreter's lock."""
-
-    def pinned(self, length: int) -> "torch.Tensor":
-        """Allocate pinned memory of this process: uint8, `length` bytes."""
-
-    def register(self, device: "torch.device", address: int, length: int, *, read_only: bool) -> bool:
-        """Pin memory of this process, for every device.
-
-        `device` is one that the process uses anyway. Returns False if the memory cannot
-        be pinned, or has been pinned by somebody else.
-        """
-
-    def unregister(self, device: "torch.device", address: int) -> None:
-        """Undo `register`. No copy may use the memory meanwhile."""
 
 
 class MappedArena(NamedTuple):
@@ -140,7 +88,7 @@ class CudaCopies:
     Any thread may call.
     """
 
-    def __init__(self, runtime: Runtime) -> None:
+    def __init__(self, runtime: TorchCuda) -> None:
         self._runtime = runtime
         self._lock = threading.Lock()
         self._streams: dict[tuple[torch.device, bool], Any] = {}

@@ -8,12 +8,11 @@ Runtime API, "Memory Management" (cudaMemcpyBatchAsync: CUDA 12.8; cudaHostRegis
 import ctypes
 from contextlib import AbstractContextManager, suppress
 from importlib import import_module
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
 from infinistore.client.extension import cuda_driver
-from infinistore.tensors.copies import Pieces
 from infinistore.tensors.errors import CudaError
 
 if TYPE_CHECKING:
@@ -23,39 +22,55 @@ _FIRST_WITH_BATCHES = 12080
 _PORTABLE, _READ_ONLY = 0x01, 0x08  # cudaHostRegisterPortable: pinned for every device; cudaHostRegisterReadOnly
 
 
+class Pieces(NamedTuple):
+    """Pieces of memory to copy: starts on both sides, and lengths, in bytes."""
+
+    here: list[int]
+    there: list[int]
+    sizes: list[int]
+
+
 class TorchCuda:
-    """CUDA as PyTorch uses it. `bindings` is `cuda.bindings.runtime`, or None."""
+    """CUDA as PyTorch uses it. `bindings` is `cuda.bindings.runtime`, or None.
+
+    Streams and events are opaque to callers.
+    """
 
     def __init__(self, bindings: Any = None) -> None:
         self._bindings = bindings
         self.batches = bindings is not None and _takes_batches(bindings)
+        """Whether `copy` copies any number of pieces by one call."""
 
-    def new_stream(self, device: "torch.device") -> "torch.cuda.Stream":
+    def new_stream(self, device: "torch.device") -> Any:
         """Make a stream besides those that compute."""
         import torch
 
         return torch.cuda.Stream(device=device)  # type: ignore[no-untyped-call]
 
-    def record(self, device: "torch.device") -> "torch.cuda.Event":
+    def record(self, device: "torch.device") -> Any:
         """Return an event on this thread's current stream of the device."""
         return cuda_driver.record_event(device)
 
-    def wait_event(self, stream: "torch.cuda.Stream", event: "torch.cuda.Event") -> None:
+    def wait_event(self, stream: Any, event: Any) -> None:
         """Make later work of the stream wait for the event."""
         stream.wait_event(event)
 
-    def wait(self, event: "torch.cuda.Event") -> None:
-        """Wait for the event."""
+    def wait(self, event: Any) -> None:
+        """Wait for the event, without the interpreter's lock."""
         cuda_driver.wait_for_event(event)
 
-    def on(self, stream: "torch.cuda.Stream") -> AbstractContextManager[Any]:
+    def on(self, stream: Any) -> AbstractContextManager[Any]:
         """Return a context in which PyTorch works on this stream, and on its device."""
         import torch
 
         return torch.cuda.stream(stream)
 
-    def copy(self, stream: "torch.cuda.Stream", memory: "torch.Tensor", pieces: Pieces, *, to_host: bool) -> None:
-        """Queue copies on the stream, by one call if possible."""
+    def copy(self, stream: Any, memory: "torch.Tensor", pieces: Pieces, *, to_host: bool) -> None:
+        """Queue copies on the stream, by one call if possible.
+
+        `pieces` are offsets into `memory` (uint8, on the device), and addresses in this
+        process.
+        """
         import torch
 
         with self.on(stream), torch.inference_mode():  # or a tensor that was made in it could not be written
@@ -67,9 +82,7 @@ class TorchCuda:
                 target, source = (on_host, on_device) if to_host else (on_device, on_host)
                 target.copy_(source, non_blocking=True)
 
-    def _copy_batch(
-        self, stream: "torch.cuda.Stream", memory: "torch.Tensor", pieces: Pieces, *, to_host: bool
-    ) -> None:
+    def _copy_batch(self, stream: Any, memory: "torch.Tensor", pieces: Pieces, *, to_host: bool) -> None:
         runtime = self._bindings
         attributes = runtime.cudaMemcpyAttributes()
         attributes.srcAccessOrder = runtime.cudaMemcpySrcAccessOrder.cudaMemcpySrcAccessOrderStream
@@ -85,8 +98,10 @@ class TorchCuda:
             )[0],
         )
 
-    def finish(self, stream: "torch.cuda.Stream") -> None:
-        """Wait until the stream is idle. Sleeps instead of spinning."""
+    def finish(self, stream: Any) -> None:
+        """Wait until the stream is idle, without the interpreter's lock. Sleeps
+        instead of spinning.
+        """
         import torch
 
         done = torch.cuda.Event(blocking=True)  # type: ignore[no-untyped-call]
@@ -94,19 +109,21 @@ class TorchCuda:
         done.synchronize()
 
     def pinned(self, length: int) -> "torch.Tensor":
-        """Allocate pinned memory, which PyTorch caches."""
+        """Allocate pinned memory, which PyTorch caches: uint8, `length` bytes."""
         import torch
 
         return torch.empty(length, dtype=torch.uint8, device="cpu", pin_memory=True)
 
     def register(self, device: "torch.device", address: int, length: int, *, read_only: bool) -> bool:
-        """Pin memory of this process. False if that fails, or it is pinned already."""
+        """Pin memory of this process, for every device. False if that fails, or it is
+        pinned already. `device` is one that the process uses anyway.
+        """
         flags = _PORTABLE | (_READ_ONLY if read_only else 0)
         with self.at(device):
             return self._register(address, length, flags)
 
     def unregister(self, device: "torch.device", address: int) -> None:
-        """Undo `register`."""
+        """Undo `register`. No copy may use the memory meanwhile."""
         with self.at(device):
             if self._bindings is not None:
                 self._bindings.cudaHostUnregister(address)

@@ -15,8 +15,7 @@ from typing import Any
 import torch
 
 from infinistore.kept_errors import KeptError
-from infinistore.tensors.copies import Pieces
-from infinistore.tensors.cuda_runtime import TorchCuda
+from infinistore.tensors.cuda_runtime import Pieces, TorchCuda
 
 __all__ = ["FakeCuda", "FakeStream", "PyTorchCopies"]
 
@@ -34,12 +33,13 @@ class FakeStream:
             self.told[self.done - 1]()
 
 
-class FakeCuda:
+class FakeCuda(TorchCuda):
     """A runtime that writes down its calls. `compute` is the stream of the
     computation.
     """
 
     def __init__(self, *, batches: bool) -> None:
+        super().__init__()
         self.batches = batches
         self.compute = FakeStream()
         self.calls: list[tuple[Any, ...]] = []

@@ -16,8 +16,8 @@ import torch
 
 from infinistore.errors import InfiniStoreException
 from infinistore.tensors import CudaError
-from infinistore.tensors.copies import Pieces, addresses_of
-from infinistore.tensors.cuda_runtime import TorchCuda, cuda_bindings
+from infinistore.tensors.copies import addresses_of
+from infinistore.tensors.cuda_runtime import Pieces, TorchCuda, cuda_bindings
 from tests.tensors.contents import random_bytes
 
 without_gpu = pytest.mark.skipif(torch.cuda.is_available(), reason="says what happens without a GPU")
@@ -78,7 +78,7 @@ def no_streams(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_pieces_go_in_one_batch(to_host: bool) -> None:
     bindings = Bindings()
     memory = random_bytes(64)
-    TorchCuda(bindings).copy(STREAM, memory, Pieces([0, 32], [4096, 8192], [16, 8]), to_host=to_host)  # type: ignore[arg-type]
+    TorchCuda(bindings).copy(STREAM, memory, Pieces([0, 32], [4096, 8192], [16, 8]), to_host=to_host)
     ((targets, sources, sizes, count, (attributes,), first, kinds, stream),) = bindings.calls
     device = [memory.data_ptr(), memory.data_ptr() + 32]
     assert (targets, sources) == (([4096, 8192], device) if to_host else (device, [4096, 8192]))
@@ -91,7 +91,7 @@ def test_pieces_go_in_one_batch(to_host: bool) -> None:
 def test_one_piece_is_copied_by_pytorch(bindings: Bindings | None, to_host: bool) -> None:
     memory, other = random_bytes(64), bytearray(range(64))
     where = int(addresses_of([memoryview(other)])[0])
-    TorchCuda(bindings).copy(STREAM, memory, Pieces([32], [where + 16], [16]), to_host=to_host)  # type: ignore[arg-type]
+    TorchCuda(bindings).copy(STREAM, memory, Pieces([32], [where + 16], [16]), to_host=to_host)
     assert bytes(memory[32:48].numpy()) == bytes(other[16:32])
     assert not to_host or other[:16] + other[32:] == bytes([*range(16), *range(32, 64)])
     assert bindings is None or bindings.calls == []
@@ -108,7 +108,7 @@ def test_batches_need_a_driver_that_is_new_enough(driver: int, runtime: int, bat
 def test_a_batch_that_cuda_refuses_is_a_typed_error() -> None:
     bindings = Bindings(status=Status.cudaErrorInvalidValue)
     with pytest.raises(CudaError, match="cudaMemcpyBatchAsync: cudaErrorInvalidValue") as caught:
-        TorchCuda(bindings).copy(STREAM, random_bytes(8), Pieces([0, 4], [0, 8], [2, 2]), to_host=True)  # type: ignore[arg-type]
+        TorchCuda(bindings).copy(STREAM, random_bytes(8), Pieces([0, 4], [0, 8], [2, 2]), to_host=True)
     assert isinstance(caught.value, InfiniStoreException)
 
 
@@ -135,5 +135,5 @@ def test_the_real_bindings_take_these_arguments() -> None:
     assert not runtime.batches
     runtime.batches = True
     with pytest.raises(CudaError, match=r"cudaMemcpyBatchAsync: .*driver"):
-        runtime.copy(STREAM, random_bytes(8), Pieces([0, 4], [4096, 8192], [2, 2]), to_host=True)  # type: ignore[arg-type]
+        runtime.copy(STREAM, random_bytes(8), Pieces([0, 4], [4096, 8192], [2, 2]), to_host=True)
     assert not runtime.register(GPU, 4096, 4096, read_only=True)

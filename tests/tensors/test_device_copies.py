@@ -17,11 +17,10 @@ from infinistore.core.arena import Arena, Mapping, create_arena
 from infinistore.tensors.copies import (
     CudaCopies,
     MappedArena,
-    Pieces,
-    Runtime,
     addresses_of,
     merge,
 )
+from infinistore.tensors.cuda_runtime import Pieces, TorchCuda
 from infinistore.tensors.tensor_blocks import TensorBlocks, blocks_to_read, blocks_to_write
 from tests.tensors.contents import as_bytes, random_bytes
 from tests.tensors.fake_cuda import FakeCuda, FakeStream, PyTorchCopies
@@ -30,7 +29,7 @@ CPU = torch.device("cpu")
 
 
 def engines() -> list[CudaCopies]:
-    cuda: list[Runtime] = [FakeCuda(batches=True), FakeCuda(batches=False), PyTorchCopies()]
+    cuda: list[TorchCuda] = [FakeCuda(batches=True), FakeCuda(batches=False), PyTorchCopies()]
     return list(map(CudaCopies, cuda))
 
 
