@@ -33,12 +33,12 @@ from lmcache.v1.storage_backend.connector.base_connector import RemoteConnector
 from lmcache.v1.storage_backend.local_cpu_backend import LocalCPUBackend
 
 from infinistore import aio, blocking
-from infinistore.errors import BufferTooSmall, ChecksumMismatch, ConfigError, DiskFailed, LimitExceeded
+from infinistore.errors import BufferTooSmall, ChecksumMismatch, ConfigError, DiskFailed
 from infinistore.integrations.internal.blocking_store_calls import read_ahead as read_ahead_blocking
 from infinistore.integrations.internal.held_prefixes import HeldPrefixes
-from infinistore.integrations.internal.record import Outcome, Record
+from infinistore.integrations.internal.record import Record
 from infinistore.integrations.internal.settings import StoreSettings
-from infinistore.integrations.internal.store_calls import pin_loaded, read_ahead, read_exactly
+from infinistore.integrations.internal.store_calls import match_and_hold, pin_loaded, read_ahead, read_exactly
 from infinistore.integrations.internal.weights import identity_of_files
 from infinistore.sizes import in_units
 
@@ -203,13 +203,9 @@ class InfiniStoreConnector(RemoteConnector):  # type: ignore[misc, unused-ignore
     async def _match(self, lookup_id: str, keys: list[CacheEngineKey], pin: bool) -> int:
         store = await self._opened()
         names = list(map(self._name, keys))
-        try:
-            match = await store.match_prefix(names, hold_s=self._settings.hold_s if pin else 0)
-        except LimitExceeded:  # too much is held already; most of it will be there all the same
-            match = await store.match_prefix(names)
-        else:
-            if pin:
-                self._held.add(lookup_id, match.hold)
+        match = await match_and_hold(store, names, self._settings.hold_s if pin else 0, self._record)
+        if pin:
+            self._held.add(lookup_id, match.hold)
         await read_ahead(store, match, self._names(keys[:match]), self._record)
         return int(match)
 
@@ -349,14 +345,13 @@ class InfiniStoreConnector(RemoteConnector):  # type: ignore[misc, unused-ignore
                     bad.append(keys[index])
             wanted = [(index, block) for index, block in enumerate(blocks) if block is not None]
             items = [(self._name(keys[index]), memoryview(block.byte_array)) for index, block in wanted]
-            outcomes = await read_exactly(store, items, self._record)
-            for (index, block), outcome in zip(wanted, outcomes, strict=True):
-                if outcome is Outcome.HIT:
+            hits = await read_exactly(store, items, self._record)
+            for (index, block), is_hit in zip(wanted, hits, strict=True):
+                if is_hit:
                     self._note_usual(block)
                 else:
                     blocks[index] = None
                     block.ref_count_down()
-                if outcome is Outcome.BAD:
                     bad.append(keys[index])
             if bad:  # so that the next store of these blocks is not skipped
                 with suppress(DiskFailed):  # which may bring them back when a disk is opened again

@@ -18,8 +18,8 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
-from contextlib import ExitStack, suppress
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import ExitStack
 from typing import Any
 
 import attrs
@@ -32,9 +32,9 @@ from lmcache.v1.memory_management import MemoryObj
 from lmcache.v1.platform import create_event_notifier
 
 from infinistore import blocking
-from infinistore.errors import ConfigError, DiskFailed, LimitExceeded
-from infinistore.integrations.internal.blocking_store_calls import pin_loaded, read_ahead, read_exactly
-from infinistore.integrations.internal.record import Outcome, Record
+from infinistore.errors import ConfigError
+from infinistore.integrations.internal.blocking_store_calls import match_and_hold, pin_loaded, read_ahead, read_exactly
+from infinistore.integrations.internal.record import Record
 from infinistore.integrations.internal.settings import StoreSettings
 from infinistore.integrations.internal.weights import WeightFiles, weight_files
 
@@ -121,8 +121,7 @@ class _Tasks:
     def __init__(self, threads: ThreadPoolExecutor, numbers: Iterator[L2TaskId]) -> None:
         self._threads = threads
         self._numbers = numbers
-        self._lock = threading.Lock()
-        self._results: dict[L2TaskId, Any] = {}
+        self._tasks: dict[L2TaskId, Future[Any]] = {}
         self._notifier = create_event_notifier()
         self.close = self._notifier.close
 
@@ -134,25 +133,18 @@ class _Tasks:
     def submit(self, work: Callable[[], Any]) -> L2TaskId:
         """Run `work`, which must not raise, and keep its result."""
         number = next(self._numbers)
-        self._threads.submit(self._run, number, work)
+        task = self._tasks[number] = self._threads.submit(work)
+        task.add_done_callback(lambda _: self._notifier.notify())
         return number
-
-    def _run(self, number: L2TaskId, work: Callable[[], Any]) -> None:
-        result = work()
-        with self._lock:
-            self._results[number] = result
-        self._notifier.notify()
 
     def pop(self, number: L2TaskId) -> Any:
         """Return the result of a task once; None while it runs."""
-        with self._lock:
-            return self._results.pop(number, None)
+        task = self._tasks.get(number)
+        return self._tasks.pop(number).result() if task is not None and task.done() else None
 
     def pop_all(self) -> dict[L2TaskId, Any]:
         """Return the results of all finished tasks once."""
-        with self._lock:
-            results, self._results = self._results, {}
-            return results
+        return {number: self.pop(number) for number, task in list(self._tasks.items()) if task.done()}
 
 
 class InfiniStoreL2Adapter(L2AdapterInterface):  # type: ignore[misc, unused-ignore]
@@ -275,11 +267,7 @@ class InfiniStoreL2Adapter(L2AdapterInterface):  # type: ignore[misc, unused-ign
         Returns how many there are.
         """
         names = list(map(self._name, keys))
-        try:
-            match = self._store.match_prefix(names, hold_s=self._settings.hold_s)
-        except LimitExceeded as error:  # held too long or too much: most of it will be there all the same
-            self._record.failed("lock", error)
-            match = self._store.match_prefix(names)
+        match = match_and_hold(self._store, names, self._settings.hold_s, self._record)
         if match.hold:
             self._locks.add(keys[:match], match.hold, self._settings.hold_s)
         read_ahead(self._store, match, names[:match], self._record)
@@ -300,13 +288,8 @@ class InfiniStoreL2Adapter(L2AdapterInterface):  # type: ignore[misc, unused-ign
 
     def _get(self, keys: Sequence[ObjectKey], objects: Sequence[MemoryObj]) -> Bitmap:
         items = [(self._name(key), memoryview(block.byte_array)) for key, block in zip(keys, objects, strict=True)]
-        outcomes = read_exactly(self._store, items, self._record)
-        bad = [name for (name, _), outcome in zip(items, outcomes, strict=True) if outcome is Outcome.BAD]
-        if bad:  # so that the next store of these objects is not skipped
-            with suppress(DiskFailed):  # which may bring them back when a disk is opened again
-                self._store.delete(bad)
+        hits = [index for index, is_hit in enumerate(read_exactly(self._store, items, self._record)) if is_hit]
         loaded = Bitmap(len(keys))
-        hits = [index for index, outcome in enumerate(outcomes) if outcome is Outcome.HIT]
         loaded.batched_set(hits)
         self._record.count(hits=len(hits), misses=len(keys) - len(hits))
         if hits:

@@ -23,7 +23,7 @@ counted, and logged once. `clear` alone says that it has failed.
 import ctypes
 import logging
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, suppress
+from contextlib import ExitStack
 from functools import lru_cache, partial
 from typing import Any, Final, NamedTuple
 
@@ -40,11 +40,11 @@ from sglang.srt.mem_cache.hicache_storage import (
 from sglang.srt.runtime_context import get_server_args
 
 from infinistore import blocking
-from infinistore.errors import ConfigError, DiskFailed, LimitExceeded
-from infinistore.integrations.internal.blocking_store_calls import pin_loaded, read_ahead, read_exactly
+from infinistore.errors import ConfigError
+from infinistore.integrations.internal.blocking_store_calls import match_and_hold, pin_loaded, read_ahead, read_exactly
 from infinistore.integrations.internal.held_prefixes import HeldPrefixes
 from infinistore.integrations.internal.prefix_keys import fingerprint
-from infinistore.integrations.internal.record import Outcome, Record
+from infinistore.integrations.internal.record import Record
 from infinistore.integrations.internal.resets import delete_all
 from infinistore.integrations.internal.settings import StoreSettings
 from infinistore.integrations.internal.weights import identity_of_files
@@ -338,10 +338,7 @@ class InfiniStoreHiCache(HiCacheStorage):  # type: ignore[misc, unused-ignore]
         if not keys:
             return 0, ""
         names = pool.names(keys)
-        try:
-            match = self._store.match_prefix(names, hold_s=self._settings.hold_s)
-        except LimitExceeded:  # too much is held already; most of it will be there all the same
-            match = self._store.match_prefix(names)
+        match = match_and_hold(self._store, names, self._settings.hold_s, self._record)
         pages = match // len(pool.parts)
         if pages:
             read_ahead(self._store, match, names[: pages * len(pool.parts)], self._record)
@@ -479,17 +476,10 @@ class InfiniStoreHiCache(HiCacheStorage):  # type: ignore[misc, unused-ignore]
 
     def _read(self, pool: _Pool, keys: Sequence[str], buffers: Sequence[Any]) -> list[bool]:
         names, parts = pool.names(keys), len(pool.parts)
-        outcomes = read_exactly(self._store, list(zip(names, buffers, strict=True)), self._record)
-        bad = [name for name, outcome in zip(names, outcomes, strict=True) if outcome is Outcome.BAD]
-        if bad:  # so that the next store of these pages is not skipped
-            with suppress(DiskFailed):  # which may bring them back when a disk is opened again
-                self._store.delete(bad)
-        hits = [name for name, outcome in zip(names, outcomes, strict=True) if outcome is Outcome.HIT]
-        pin_loaded(self._store, hits, self._settings.pin_s, self._record)
-        return [
-            all(outcome is Outcome.HIT for outcome in outcomes[first : first + parts])
-            for first in range(0, len(outcomes), parts)
-        ]
+        hits = read_exactly(self._store, list(zip(names, buffers, strict=True)), self._record)
+        read = [name for name, is_hit in zip(names, hits, strict=True) if is_hit]
+        pin_loaded(self._store, read, self._settings.pin_s, self._record)
+        return [all(hits[first : first + parts]) for first in range(0, len(hits), parts)]
 
     def _guarded_write(
         self, pool: _Pool | None, keys: Sequence[str], buffers: Callable[[], Sequence[Any]]

@@ -1,9 +1,11 @@
 # Generated from store_calls.py by scripts/generate.py: change that one instead.
 """The calls of a store as an engine wants them: a failure costs hits, and is counted.
 
-`read_exactly` reads into buffers of exact size, and tells hits, misses and bad blocks
-apart. A block that is longer than its buffer, or whose checksum is wrong, fails a whole
-batch; an engine wants the other blocks all the same.
+`match_and_hold` looks blocks up, and holds them for the load that follows.
+
+`read_exactly` reads into buffers of exact size. A block that is longer than its buffer,
+or whose checksum is wrong, fails a whole batch; an engine wants the other blocks all
+the same.
 
 `read_ahead` has a store read ahead what a look-up has found on disk only. The engine
 goes on at once: it asks for the blocks some time later, and finds them in memory then,
@@ -14,28 +16,57 @@ again.
 """
 
 from collections.abc import Iterable, Sequence
+from contextlib import suppress
 
 from infinistore.blocking import BlockingStore, PrefixMatch
-from infinistore.integrations.internal.record import BAD_BLOCK, BAD_SIZE, Outcome, Record, outcomes
+from infinistore.errors import BufferTooSmall, ChecksumMismatch, DiskFailed, LimitExceeded
+from infinistore.integrations.internal.record import Record
+
+_BAD_SIZE = -1
+"""In place of the size of a block that is known to be bad."""
 
 
-def read_exactly(store: BlockingStore, items: Sequence[tuple[str, memoryview]], record: Record) -> list[Outcome]:
-    """Read blocks, each of which has to fill its buffer.
-
-    After anything but a hit, the contents of a buffer are undefined. Raises what
-    `get_many_into` raises, except `BufferTooSmall` and `ChecksumMismatch`.
+def match_and_hold(store: BlockingStore, keys: Sequence[str], hold_s: float, record: Record) -> PrefixMatch:
+    """Count the leading keys that exist, and hold them. If the store refuses that,
+    most of them will be there all the same.
     """
     try:
-        return outcomes(items, store.get_many_into(items), record)
-    except BAD_BLOCK as error:
+        return store.match_prefix(keys, hold_s=hold_s)
+    except LimitExceeded as error:
+        record.failed("hold", error)
+        return store.match_prefix(keys)
+
+
+def read_exactly(store: BlockingStore, items: Sequence[tuple[str, memoryview]], record: Record) -> list[bool]:
+    """Read blocks, each of which has to fill its buffer. Returns which ones did.
+
+    The contents of the other buffers are undefined. A bad block, with a wrong size or
+    checksum, is deleted, so that it is stored anew. Raises what `get_many_into` raises,
+    except `BufferTooSmall` and `ChecksumMismatch`.
+    """
+    try:
+        sizes: Sequence[int | None] = store.get_many_into(items)
+    except (BufferTooSmall, ChecksumMismatch) as error:
         record.bad_block(error)
-    sizes: list[int | None] = []
-    for item in items:
-        try:
-            sizes += store.get_many_into([item])
-        except BAD_BLOCK:
-            sizes.append(BAD_SIZE)
-    return outcomes(items, sizes, record)
+        sizes = [_size_read(store, item) for item in items]
+    bad: list[str] = []
+    for (key, buffer), size in zip(items, sizes, strict=True):
+        if size is not None and size != len(buffer):
+            bad.append(key)
+            if size != _BAD_SIZE:
+                record.bad_block(ValueError(f"{key!r} has {size} bytes where {len(buffer)} were expected"))
+    if bad:
+        with suppress(DiskFailed):  # which may bring them back when a disk is opened again
+            store.delete(bad)
+    return [size == len(buffer) for (_, buffer), size in zip(items, sizes, strict=True)]
+
+
+def _size_read(store: BlockingStore, item: tuple[str, memoryview]) -> int | None:
+    try:
+        (size,) = store.get_many_into([item])
+    except (BufferTooSmall, ChecksumMismatch):
+        return _BAD_SIZE
+    return size
 
 
 def read_ahead(store: BlockingStore, match: PrefixMatch, keys: Iterable[str], record: Record) -> None:

@@ -1,23 +1,19 @@
-"""The counts of an engine's adapter, what it has logged already, and the outcome of
-reading a block into a buffer of its exact size.
+"""The counts of an engine's adapter, and what it has logged already.
 
 An engine continues without its store, for thousands of calls. So the log mentions a
 lost store once, and once more when it is back, with the number of calls that failed
 meanwhile.
 """
 
-import enum
 import logging
 import threading
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import TypeVar
 
 from infinistore.errors import (
     AuthenticationFailed,
-    BufferTooSmall,
-    ChecksumMismatch,
     DeadlineExceeded,
     InfiniStoreException,
     ProtocolError,
@@ -115,34 +111,3 @@ class Record:
             failures = self._open.pop("", 0) + self._open.pop(call, 0)
         if failures:
             self._log.warning("InfiniStore %s: %s works again; %d calls failed meanwhile", self._store, call, failures)
-
-
-BAD_BLOCK = (BufferTooSmall, ChecksumMismatch)
-"""The errors of a block that exists and is not what it should be."""
-
-BAD_SIZE = -1
-"""In place of the size of a block that is known to be bad."""
-
-
-class Outcome(enum.Enum):
-    """The outcome for one block."""
-
-    HIT = enum.auto()
-    MISS = enum.auto()
-    BAD = enum.auto()
-    """It exists with a wrong size or checksum. Delete it, so that it is stored anew."""
-
-
-def outcomes(items: Sequence[tuple[str, memoryview]], sizes: Sequence[int | None], record: Record) -> list[Outcome]:
-    """Return the outcome of each block, given its size in the store; None is a miss."""
-    found: list[Outcome] = []
-    for (key, buffer), size in zip(items, sizes, strict=True):
-        if size is None:
-            found.append(Outcome.MISS)
-        elif size == len(buffer):
-            found.append(Outcome.HIT)
-        else:
-            found.append(Outcome.BAD)
-            if size != BAD_SIZE:
-                record.bad_block(ValueError(f"{key!r} has {size} bytes where {len(buffer)} were expected"))
-    return found

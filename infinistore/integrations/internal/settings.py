@@ -2,22 +2,44 @@
 how long blocks stay in it.
 """
 
-from collections.abc import Mapping
-from typing import Any
+import difflib
+from collections.abc import Callable, Mapping
+from typing import Any, TypeVar
 from urllib.parse import parse_qs, urlsplit
 
 import attrs
 
 from infinistore.errors import ConfigError
 
+_S = TypeVar("_S", bound="RetentionSettings")
+
+
+def must_be(meaning: str, is_right: Callable[[Any], bool]) -> Any:
+    """Return the validator of a setting whose value must be what `meaning` says."""
+
+    def check(settings: object, field: "attrs.Attribute[Any]", value: object) -> None:
+        if not is_right(value):
+            raise ConfigError(f"{field.name} must be {meaning}, not {value!r}")
+
+    return check
+
+
+def is_time(value: object, longest_s: float = 1e9) -> bool:
+    """Whether this is a number of seconds above 0."""
+    return isinstance(value, int | float) and not isinstance(value, bool) and 0 < value <= longest_s
+
+
+TEXT = must_be("a text", lambda value: isinstance(value, str))
+TIME_OR_NONE = must_be("a number of seconds above 0, or null", lambda value: value is None or is_time(value))
+
 
 @attrs.frozen(kw_only=True)
 class RetentionSettings:
     """How long what an adapter stores and uses stays there, in seconds."""
 
-    ttl_s: float | None = None
+    ttl_s: float | None = attrs.field(default=None, validator=TIME_OR_NONE)
     """How long after it was stored a block ends, as if deleted; None: not at all."""
-    pin_s: float | None = None
+    pin_s: float | None = attrs.field(default=None, validator=TIME_OR_NONE)
     """How long after its last use a block is kept from being evicted; None: no longer
     than others."""
 
@@ -27,9 +49,22 @@ def known_settings(cls: type[RetentionSettings]) -> list[str]:
     return [field.name for field in sorted(attrs.fields(cls), key=lambda field: field.inherited)]
 
 
-def is_time(value: object, longest_s: float = 1e9) -> bool:
-    """Whether this is a number of seconds above 0."""
-    return isinstance(value, int | float) and not isinstance(value, bool) and 0 < value <= longest_s
+def read_settings(cls: type[_S], given: Mapping[str, Any], where: str) -> _S:
+    """Check a user's settings. `where` names their source in messages.
+
+    Raises:
+        ConfigError: a setting is unknown, or its value is invalid.
+    """
+    known = known_settings(cls)
+    for name in given:
+        if name not in known:
+            near = difflib.get_close_matches(name, known, n=1)
+            hint = f"did you mean {near[0]}?" if near else f"known are {', '.join(known)}"
+            raise ConfigError(f"{where}: unknown setting {name!r}; {hint}")
+    try:
+        return cls(**given)
+    except ConfigError as error:
+        raise ConfigError(f"{where}: {error}") from None
 
 
 @attrs.frozen(kw_only=True)
@@ -43,32 +78,16 @@ class StoreSettings(RetentionSettings):
     """
 
     url: str
-    key_prefix: str
-    deadline_s: float | None = None
-    hold_s: float = 10.0
+    key_prefix: str = attrs.field(validator=TEXT)
+    deadline_s: float | None = attrs.field(default=None, validator=TIME_OR_NONE)
+    hold_s: float = attrs.field(default=10.0, validator=must_be("a number of seconds above 0", is_time))
 
     @classmethod
     def from_mapping(cls, given: Mapping[str, Any], *, where: str, key_prefix: str) -> "StoreSettings":
-        """Read settings from an engine's configuration.
-
-        `where` names the source in messages.
-
-        Raises:
-            ConfigError: `url` is missing, a setting is unknown, or a value is invalid.
-        """
-        known = known_settings(cls)
-        for name in given:
-            if name not in known:
-                raise ConfigError(f"{where} has no setting {name!r}; known are {', '.join(known)}")
+        """Read settings from an engine's configuration, as `read_settings`."""
         if not isinstance(given.get("url"), str):
             raise ConfigError(f"{where} names no store; set url to infinistore://HOST:22345")
-        for name in ("deadline_s", "hold_s", "ttl_s", "pin_s"):
-            value = given.get(name)
-            if value is not None and not is_time(value):
-                raise ConfigError(f"{where}: {name} must be a number of seconds above 0, not {value!r}")
-        if not isinstance(given.get("key_prefix", ""), str):
-            raise ConfigError(f"{where}: key_prefix must be a text, not {given['key_prefix']!r}")
-        return cls(**{"key_prefix": key_prefix, **given})
+        return read_settings(cls, {"key_prefix": key_prefix, **given}, where)
 
     def prefix_of(self, model: str, weights: str, *, default: str) -> str:
         """Return the prefix of the keys of a model with these weights, of which nothing

@@ -1,72 +1,79 @@
 """The settings in `kv_connector_extra_config`; an invalid one stops vLLM at startup."""
 
-import difflib
 from collections.abc import Mapping
 from typing import Any, Literal
 
 import attrs
 
 from infinistore.errors import ConfigError
-from infinistore.integrations.internal.settings import RetentionSettings, is_time, known_settings
+from infinistore.integrations.internal.settings import TEXT, RetentionSettings, is_time, must_be, read_settings
 
 _URL_EXAMPLE = '"kv_connector_extra_config": {"url": "infinistore://HOST:22345"}'
+
+
+def _is_whole(value: object) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool)
+
+
+_NAME = must_be(
+    "a text of at most 200 characters",
+    lambda value: isinstance(value, str) and "\0" not in value and len(value) <= 200,
+)
+_TIME = must_be("a number of seconds above 0, at most 1e6", lambda value: is_time(value, 1e6))
+_COUNT = must_be("a whole number above 0", lambda value: _is_whole(value) and value > 0)
+_PATH = must_be("the path of a file", lambda value: isinstance(value, str) and "\0" not in value)
+_PRIORITY = must_be("a whole number, or null", lambda value: value is None or _is_whole(value))
+_SWITCH = must_be("true or false", lambda value: isinstance(value, bool))
+
+
+def _one_of(*words: str) -> Any:
+    return must_be(" or ".join(f'"{word}"' for word in words if word), lambda value: value in words)
 
 
 @attrs.frozen(kw_only=True)
 class ConnectorSettings(RetentionSettings):
     """The settings of the connector. Times are in seconds."""
 
-    url: str
+    url: str = attrs.field(validator=TEXT)
     """The URL of the store, with options such as `?token_file=`."""
-    namespace: str = ""
+    namespace: str = attrs.field(default="", validator=_NAME)
     """Part of every key. Engines with different namespaces share nothing."""
-    model: str = ""
+    model: str = attrs.field(default="", validator=_NAME)
     """The model's name in keys, for engines with different paths; default: vLLM's."""
-    deadline_s: float = 10.0
+    deadline_s: float = attrs.field(default=10.0, validator=_TIME)
     """Deadline of a read or write of blocks."""
-    lookup_deadline_s: float = 0.5
+    lookup_deadline_s: float = attrs.field(default=0.5, validator=_TIME)
     """How long the scheduler may wait for a lookup."""
-    hold_s: float = 30.0
+    hold_s: float = attrs.field(default=30.0, validator=_TIME)
     """How long found blocks are held until they are read."""
-    group_tokens: int = 1024
+    group_tokens: int = attrs.field(default=1024, validator=_COUNT)
     """In a cluster, so many tokens in a row are on one node. Part of every key."""
-    boundary_tokens: int = 1024
+    boundary_tokens: int = attrs.field(default=1024, validator=_COUNT)
     """How often a sliding window is stored, beside at the end of a prompt."""
-    save_generated: bool = False
+    save_generated: bool = attrs.field(default=False, validator=_SWITCH)
     """Whether to store blocks of generated tokens, too."""
-    load_threads: int = 2
+    load_threads: int = attrs.field(default=2, validator=_COUNT)
     """Number of requests whose blocks are read concurrently."""
-    max_pending_bytes: int = 256 * 1024 * 1024
+    max_pending_bytes: int = attrs.field(default=256 * 1024 * 1024, validator=_COUNT)
     """Limit of bytes waiting to be written."""
-    when_full: Literal["", "block", "drop"] = ""
+    when_full: Literal["", "block", "drop"] = attrs.field(default="", validator=_one_of("", "block", "drop"))
     """At that limit: block or drop. Default: a producer blocks, others drop."""
-    pin_prompts_file: str = ""
+    pin_prompts_file: str = attrs.field(default="", validator=_PATH)
     """A JSON list of prompts, as texts or tokens: of requests that begin with one, that
     part is pinned in the store."""
-    pin_priority: int | None = None
+    pin_priority: int | None = attrs.field(default=None, validator=_PRIORITY)
     """Requests of this priority, or an earlier one, have their prompts pinned."""
-    pin_s: float = 3600.0
+    pin_s: float = attrs.field(default=3600.0, validator=_TIME)
     """How long after the last such request they stay pinned."""
-    events_dump_endpoint: str = ""
+    events_dump_endpoint: str = attrs.field(default="", validator=_NAME)
     """Where routers that come late ask which blocks there are, as "tcp://*:5559"."""
-    events_dump_blocks: int = 250_000
+    events_dump_blocks: int = attrs.field(default=250_000, validator=_COUNT)
     """How many blocks are remembered for that."""
-    reset: Literal["delete", "keep"] = "delete"
+    reset: Literal["delete", "keep"] = attrs.field(default="delete", validator=_one_of("delete", "keep"))
     """What a reset of vLLM's cache does to the blocks in the store. vLLM resets it to
     sleep and to pause, too; with weights that never change, "keep" is right."""
-    verify: Literal["always", "never"] = "always"
+    verify: Literal["always", "never"] = attrs.field(default="always", validator=_one_of("always", "never"))
     """Whether blocks carry checksums."""
-
-    def __attrs_post_init__(self) -> None:
-        if not self.url:
-            raise ConfigError(f"the connector's settings name no store; add {_URL_EXAMPLE} to --kv-transfer-config")
-        for field in attrs.fields(type(self)):
-            self._check(field.name, getattr(self, field.name), _CHECKS[field.name])
-
-    def _check(self, name: str, value: object, check: tuple[str, Any]) -> None:
-        meaning, is_right = check
-        if not is_right(value):
-            raise ConfigError(f"kv_connector_extra_config: {name} must be {meaning}, not {value!r}")
 
     @classmethod
     def from_extra_config(cls, given: Mapping[str, Any]) -> "ConnectorSettings":
@@ -75,48 +82,7 @@ class ConnectorSettings(RetentionSettings):
         Raises:
             ConfigError: the store is missing, or a setting is unknown or invalid.
         """
-        known = known_settings(cls)
-        for name in given:
-            if name not in known:
-                near = difflib.get_close_matches(name, known, n=1)
-                hint = f"did you mean {near[0]}?" if near else f"known are {', '.join(known)}"
-                raise ConfigError(f"kv_connector_extra_config: unknown setting {name!r}; {hint}")
-        return cls(**{"url": "", **given})
-
-
-def _is_text(value: object) -> bool:
-    return isinstance(value, str) and "\0" not in value and len(value) <= 200
-
-
-def _is_count(value: object) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool) and value > 0
-
-
-_TEXT = ("a text of at most 200 characters", _is_text)
-_TIME = ("a number of seconds above 0, at most 1e6", lambda value: is_time(value, 1e6))
-_COUNT = ("a whole number above 0", _is_count)
-_CHECKS: dict[str, tuple[str, Any]] = {
-    "url": ("a text", lambda value: isinstance(value, str)),
-    "namespace": _TEXT,
-    "model": _TEXT,
-    "deadline_s": _TIME,
-    "lookup_deadline_s": _TIME,
-    "hold_s": _TIME,
-    "save_generated": ("true or false", lambda value: isinstance(value, bool)),
-    "group_tokens": _COUNT,
-    "boundary_tokens": _COUNT,
-    "load_threads": _COUNT,
-    "max_pending_bytes": _COUNT,
-    "pin_prompts_file": ("the path of a file", lambda value: isinstance(value, str) and "\0" not in value),
-    "pin_priority": (
-        "a whole number, or null",
-        lambda value: value is None or (isinstance(value, int) and not isinstance(value, bool)),
-    ),
-    "pin_s": _TIME,
-    "ttl_s": ("a number of seconds above 0, or null", lambda value: value is None or is_time(value)),
-    "events_dump_endpoint": _TEXT,
-    "events_dump_blocks": _COUNT,
-    "when_full": ('"block" or "drop"', lambda value: value in ("", "block", "drop")),
-    "reset": ('"delete" or "keep"', lambda value: value in ("delete", "keep")),
-    "verify": ('"always" or "never"', lambda value: value in ("always", "never")),
-}
+        settings = read_settings(cls, {"url": "", **given}, "kv_connector_extra_config")
+        if not settings.url:
+            raise ConfigError(f"the connector's settings name no store; add {_URL_EXAMPLE} to --kv-transfer-config")
+        return settings
