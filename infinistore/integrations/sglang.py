@@ -52,8 +52,12 @@ from infinistore.integrations.internal.weights import identity_of_files
 __all__ = ["InfiniStoreHiCache"]
 
 
+_KV_GEOMETRY = (
+    *("layout", "dtype", "layer_num", "head_num", "head_dim", "v_head_dim"),
+    *("kv_lora_rank", "qk_rope_head_dim"),
+)
 _GEOMETRY = (
-    *("layout", "dtype", "layer_num", "head_num", "head_dim", "v_head_dim", "kv_lora_rank", "qk_rope_head_dim"),
+    *_KV_GEOMETRY,
     *("num_mamba_layers", "temporal_dtype", "temporal_state_shape", "conv_dtype", "conv_state_shapes"),
 )
 """Attributes of host pools that describe a page's layout; each kind has some."""
@@ -79,11 +83,6 @@ class HostPages:
         """The names of a page's parts."""
         return ["page"] if self.reason else [str(part) for part in range(len(self.sizes))]
 
-    @property
-    def geometry(self) -> dict[str, Any]:
-        """What describes a page's layout."""
-        return {name: getattr(self.pool, name, None) for name in _GEOMETRY}
-
     def tensors(self) -> list[torch.Tensor]:
         """The memory of the pool, as far as it is contiguous, for RDMA."""
         names = ("kv_buffer", "k_buffer", "v_buffer", "temporal_buffer", "conv_buffer")
@@ -99,12 +98,21 @@ class HostPages:
             return self._in_place(keys, indices)
         return [bytes_of(self.pool.get_data_page(index, flat=True)) for index in self._first_tokens(keys, indices)]
 
-    def targets(self, keys: Sequence[str], indices: torch.Tensor) -> "Targets":
-        """Return buffers to load pages into; ValueError as `sources`."""
+    def load(
+        self, keys: Sequence[str], indices: torch.Tensor, read: Callable[[list[memoryview]], list[bool]]
+    ) -> list[bool]:
+        """Load pages by `read`, which fills buffers and returns which pages are
+        complete; ValueError as `sources`.
+        """
         if not self.reason:
-            return Targets(self.pool, self._in_place(keys, indices), [], [])
+            return read(self._in_place(keys, indices))
+        first_tokens = self._first_tokens(keys, indices)
         pages = [self.pool.get_dummy_flat_data_page() for _ in keys]
-        return Targets(self.pool, list(map(bytes_of, pages)), pages, self._first_tokens(keys, indices))
+        loaded = read(list(map(bytes_of, pages)))
+        for page, index, is_loaded in zip(pages, first_tokens, loaded, strict=True):
+            if is_loaded:
+                self.pool.set_from_flat_data_page(index, page)
+        return loaded
 
     def _in_place(self, keys: Sequence[str], indices: torch.Tensor) -> list[memoryview]:
         pointers, sizes = _flat(*self.pool.get_page_buffer_meta(indices)) if len(indices) else ([], [])
@@ -117,24 +125,6 @@ class HostPages:
             raise ValueError(f"{len(indices)} indices for {len(keys)} pages of {self.page_tokens} tokens")
         first: list[int] = indices[:: self.page_tokens].tolist()
         return first
-
-
-class Targets:
-    """Buffers that pages are loaded into."""
-
-    def __init__(
-        self, pool: Any, buffers: list[memoryview], pages: list[torch.Tensor], first_tokens: list[int]
-    ) -> None:
-        self.buffers = buffers
-        self._pool = pool
-        self._pages = pages
-        self._first_tokens = first_tokens
-
-    def keep(self, loaded: Sequence[bool]) -> None:
-        """Copy the pages that were loaded into the pool, unless they are there."""
-        for page, index, is_loaded in zip(self._pages, self._first_tokens, loaded, strict=False):
-            if is_loaded:
-                self._pool.set_from_flat_data_page(index, page)
 
 
 def bytes_of(tensor: Any) -> memoryview:
@@ -259,7 +249,7 @@ class InfiniStoreHiCache(HiCacheStorage):  # type: ignore[misc, unused-ignore]
         with ExitStack() as stack:
             self._store = stack.enter_context(blocking.open_store(settings.url, **settings.options))
             self._exit = stack.pop_all()
-        self._kv = self._named(str(PoolName.KV), None, {}, ["page"], int(self._config.logical_page_size or 0))
+        self._kv = self._named(str(PoolName.KV), None, {}, int(self._config.logical_page_size or 0))
         self._others: dict[str, _Pool] = {}  # by str(name): a PoolName equals its text, and has another hash
 
     @property
@@ -273,8 +263,9 @@ class InfiniStoreHiCache(HiCacheStorage):  # type: ignore[misc, unused-ignore]
         """Learn the location and layout of pages. SGLang calls this first, once."""
         super().register_mem_pool_host(mem_pool_host)
         page_tokens = int(self._config.logical_page_size or getattr(mem_pool_host, "page_size", 0))
+        geometry = _geometry(mem_pool_host, _KV_GEOMETRY)
         if not self._in_place:
-            self._kv = self._named(str(PoolName.KV), None, _kv_geometry(mem_pool_host), ["page"], page_tokens)
+            self._kv = self._named(str(PoolName.KV), None, geometry, page_tokens)
             return
         pages = HostPages(mem_pool_host)
         if pages.reason:
@@ -282,8 +273,8 @@ class InfiniStoreHiCache(HiCacheStorage):  # type: ignore[misc, unused-ignore]
                 f"pages of {type(mem_pool_host).__name__} cannot be read in place: {pages.reason}; choose"
                 " --hicache-mem-layout page_first, or leave interface_v1 out"
             )
-        self._record.guarded("registration", lambda: self._register(pages), None)
-        self._kv = self._named(str(PoolName.KV), pages, _kv_geometry(mem_pool_host), pages.parts, page_tokens)
+        self._register(pages)
+        self._kv = self._named(str(PoolName.KV), pages, geometry, page_tokens)
 
     def register_mem_host_pool_v2(self, host_pool: Any, host_pool_name: PoolName) -> None:
         """Learn of a pool of a hybrid model. SGLang calls this after
@@ -293,20 +284,20 @@ class InfiniStoreHiCache(HiCacheStorage):  # type: ignore[misc, unused-ignore]
         if host_pool is getattr(self, "mem_pool_host", None) and self._kv.pages is not None:
             self._others[str(host_pool_name)] = self._kv
             return
-        pages = HostPages(host_pool)
-        self._record.guarded("registration", lambda: self._register(pages), None)
-        name = str(host_pool_name)
-        facts = {**pages.geometry, "kind": type(host_pool).__name__, "sizes": pages.sizes, "pool": name}
-        self._others[name] = self._named(name, pages, facts, pages.parts, pages.page_tokens)
+        pages, name = HostPages(host_pool), str(host_pool_name)
+        self._register(pages)
+        geometry = _geometry(host_pool, _GEOMETRY)
+        facts = {**geometry, "kind": type(host_pool).__name__, "sizes": pages.sizes, "pool": name}
+        self._others[name] = self._named(name, pages, facts, pages.page_tokens)
 
     def _register(self, pages: HostPages) -> None:
         """Register the pool's memory, so that RDMA moves pages without a copy."""
-        for memory in pages.tensors():
-            self._exit.callback(self._store.register(memory).close)
+        with self._record.trying("registration", Exception):
+            for memory in pages.tensors():
+                self._exit.callback(self._store.register(memory).close)
 
-    def _named(
-        self, name: str, pages: HostPages | None, geometry: Mapping[str, Any], parts: Sequence[str], page_tokens: int
-    ) -> _Pool:
+    def _named(self, name: str, pages: HostPages | None, geometry: Mapping[str, Any], page_tokens: int) -> _Pool:
+        parts = ["page"] if pages is None else pages.parts
         config = self._config
         shard = {"pp": (config.pp_rank, config.pp_size), "cp": (config.attn_cp_rank, config.attn_cp_size)}
         shard["dcp"] = (config.dcp_rank, config.dcp_size)
@@ -454,10 +445,8 @@ class InfiniStoreHiCache(HiCacheStorage):  # type: ignore[misc, unused-ignore]
     ) -> list[bool]:
         def load() -> list[bool]:
             try:
-                targets = _pages(pool).targets(keys, _given(indices))
-                loaded = self._read(_known(pool), keys, targets.buffers)
-                targets.keep(loaded)
-                return loaded
+                known, pages, where = _placed(pool, indices)
+                return pages.load(keys, where, partial(self._read, known, keys))
             finally:
                 self._release(self._held.pop_each(held))
 
@@ -466,7 +455,11 @@ class InfiniStoreHiCache(HiCacheStorage):  # type: ignore[misc, unused-ignore]
         return loaded
 
     def _guarded_store(self, pool: _Pool | None, keys: Sequence[str], indices: torch.Tensor | None) -> list[bool]:
-        return self._guarded_write(pool, keys, lambda: _pages(pool).sources(keys, _given(indices)))
+        def pages() -> dict[str, memoryview]:
+            known, pages, where = _placed(pool, indices)
+            return dict(zip(known.names(keys), pages.sources(keys, where), strict=True))
+
+        return self._guarded_write(keys, pages)
 
     def _release(self, holds: Sequence[str]) -> None:
         for hold in filter(None, holds):
@@ -481,12 +474,9 @@ class InfiniStoreHiCache(HiCacheStorage):  # type: ignore[misc, unused-ignore]
         pin_loaded(self._store, read, self._settings.pin_s, self._record)
         return [all(hits[first : first + parts]) for first in range(0, len(hits), parts)]
 
-    def _guarded_write(
-        self, pool: _Pool | None, keys: Sequence[str], buffers: Callable[[], Sequence[Any]]
-    ) -> list[bool]:
+    def _guarded_write(self, keys: Sequence[str], pages: Callable[[], dict[str, memoryview]]) -> list[bool]:
         def write() -> bool:
-            pages = dict(zip(_known(pool).names(keys), buffers(), strict=True))
-            self._store.put_many(pages, replace=False, ttl_s=self._settings.ttl_s)
+            self._store.put_many(pages(), replace=False, ttl_s=self._settings.ttl_s)
             return True
 
         stored = self._record.guarded("store", write, False) if keys else True
@@ -537,7 +527,8 @@ class InfiniStoreHiCache(HiCacheStorage):  # type: ignore[misc, unused-ignore]
         if self._in_place or len(pages) != len(keys):
             self._record.failed("store", ValueError("give a tensor for each page, and leave interface_v1 out"))
             return False
-        return all(self._guarded_write(self._kv, keys, lambda: list(map(bytes_of, pages))))
+        names = self._kv.names(keys)
+        return all(self._guarded_write(keys, lambda: dict(zip(names, map(bytes_of, pages), strict=True))))
 
     # The rest.
 
@@ -555,25 +546,16 @@ class InfiniStoreHiCache(HiCacheStorage):  # type: ignore[misc, unused-ignore]
         self._exit.close()
 
 
-def _kv_geometry(pool: Any) -> dict[str, Any]:
-    names = ("layout", "dtype", "layer_num", "head_num", "head_dim", "v_head_dim", "kv_lora_rank", "qk_rope_head_dim")
+def _geometry(pool: Any, names: Sequence[str]) -> dict[str, Any]:
     return {name: getattr(pool, name, None) for name in names}
 
 
-def _known(pool: _Pool | None) -> _Pool:
+def _placed(pool: _Pool | None, indices: torch.Tensor | None) -> tuple[_Pool, HostPages, torch.Tensor]:
+    """Check that it is known where pages lie."""
     if pool is None:
         raise ValueError("SGLang has registered no pool of that name")
-    return pool
-
-
-def _pages(pool: _Pool | None) -> HostPages:
-    pages = _known(pool).pages
-    if pages is None:
+    if pool.pages is None:
         raise ValueError("pages of this pool are not read in place: set interface_v1 to 1")
-    return pages
-
-
-def _given(indices: torch.Tensor | None) -> torch.Tensor:
     if indices is None:
         raise ValueError("SGLang gave no indices of the host pool")
-    return indices
+    return pool, pool.pages, indices
