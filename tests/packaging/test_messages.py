@@ -20,7 +20,7 @@ COUNTS_BYTES = {
     *("demo/messages.py", "demo/display.py", "doctor/rdma.py", "server/management/selftest.py"),
     *(
         "tensors/tensor_blocks.py",
-        "integrations/internal/record.py",
+        *("integrations/internal/store_calls.py", "integrations/internal/blocking_store_calls.py"),
         "protocol/codec.py",
         "protocol/client_connection.py",
         "protocol/server_connection.py",
