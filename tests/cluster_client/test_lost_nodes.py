@@ -16,7 +16,6 @@ from infinistore.client.cluster.nodes import PING, Nodes
 from infinistore.client.cluster.reads import lease, read
 from infinistore.client.connection import circuit_breaker
 from infinistore.client.connection.calls import Calls
-from infinistore.client.drivers.blocking_driver import PatientStream
 from infinistore.client.options import Options
 from infinistore.client.requests import (
     Batch,
@@ -28,6 +27,7 @@ from infinistore.cluster.membership import Node, NodeState
 from infinistore.errors import AuthenticationFailed, DeadlineExceeded, PartialPut, StoreUnavailable
 from infinistore.kept_errors import KeptError
 from infinistore.protocol.messages import Exists
+from infinistore.transports.sockets.blocking_streams import BlockingSocketStream
 from tests.bad_days.clients import KINDS, run_with_store
 from tests.bad_days.full_backlog import full
 from tests.cluster_client.clusters import Cluster, Given, Member
@@ -317,7 +317,8 @@ def test_a_call_waits_for_a_silent_node_once_wherever_its_keys_may_be(request_fo
 
 def test_an_answer_that_came_while_its_client_waited_for_a_core_is_no_silence() -> None:
     left, right = socket.socketpair()
-    stream = PatientStream(left, 0, lambda: None, 0.4)
+    stream = BlockingSocketStream(left, 0)
+    stream.silence_s, stream.ask = 0.5, lambda: None
     right.send(b"two answers")
     byte = bytearray(1)
     for deadline in (1.0, 2.0):  # of two calls, long ago

@@ -10,7 +10,8 @@ import asyncio
 import math
 import socket
 import time
-from collections.abc import Sequence
+from collections.abc import Awaitable, Callable, Sequence
+from contextlib import suppress
 
 from infinistore.protocol.effects import Span
 from infinistore.transports.sockets.names import Dialer
@@ -37,6 +38,9 @@ class AsyncioSocketStream:
         self._credit = _YIELD_AFTER_BYTES
         self.waited = False
         """Whether other tasks ran since this was set to False."""
+        self.silence_s = math.inf
+        self.ask: Callable[[], Awaitable[None]] | None = None
+        """Awaited after each `silence_s` of a wait; raises if the peer is gone."""
         sock.setblocking(False)
         prepare(sock)
 
@@ -55,7 +59,7 @@ class AsyncioSocketStream:
             try:
                 sent = self.socket.sendmsg(span.next_views(_YIELD_AFTER_BYTES))
             except BlockingIOError:
-                await self._writable(self.socket)
+                await self._wait(_writable)
                 self._others_ran()
             except OSError as error:
                 raise broken(error) from error
@@ -81,7 +85,7 @@ class AsyncioSocketStream:
                 try:
                     count = sock.recv_into(views[0]) if len(views) == 1 else sock.recvmsg_into(views)[0]
                 except BlockingIOError:
-                    await self._readable(sock)
+                    await self._wait(_readable)
                     self._others_ran()
         except OSError as error:
             raise broken(error) from error
@@ -89,11 +93,14 @@ class AsyncioSocketStream:
         self._credit -= count + _CALL_COST_BYTES
         return count
 
-    async def _readable(self, sock: socket.socket) -> None:
-        await _readable(sock)
-
-    async def _writable(self, sock: socket.socket) -> None:
-        await _writable(sock)
+    async def _wait(self, until_ready: Callable[[socket.socket], Awaitable[None]]) -> None:
+        while self.ask is not None:
+            with suppress(TimeoutError):
+                async with asyncio.timeout(self.silence_s):
+                    await until_ready(self.socket)
+                    return
+            await self.ask()
+        await until_ready(self.socket)
 
     async def _let_others_run(self) -> None:
         """Yield, so that a quick peer keeps neither the loop from its other tasks nor
@@ -117,7 +124,7 @@ class AsyncioSocketStream:
             try:
                 return receive_with_descriptors(self.socket, views, descriptors)
             except BlockingIOError:
-                await self._readable(self.socket)
+                await self._wait(_readable)
             except OSError as error:
                 raise broken(error) from error
 

@@ -6,11 +6,12 @@ restarts it in full: with one signal every 0.2 s it never expires.
 """
 
 import errno
+import math
 import select
 import socket
 import struct
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 from infinistore.protocol.effects import Span
 from infinistore.settings import ADAPTIVE, Spin
@@ -41,6 +42,10 @@ class BlockingSocketStream:
     def __init__(self, sock: socket.socket, spin_us: Spin = ADAPTIVE) -> None:
         self.socket = sock
         self.deadline = 0.0
+        self.silence_s = math.inf
+        self.ask: Callable[[], None] | None = None
+        """Called after each `silence_s` of a wait; raises if the peer is gone."""
+        self._overdue = -1.0  # the last deadline after which something was still there
         self._spinner = Spinner(spin_us)
         self._readable, self._writable = select.poll(), select.poll()
         self._readable.register(sock, select.POLLIN)
@@ -140,10 +145,26 @@ class BlockingSocketStream:
         self.socket.close()
 
     def _wait(self, until_ready: select.poll) -> None:
+        """Wait until the deadline, or for an hour at most.
+
+        From a peer that is asked, what is there when the time is over counts: this
+        process may have waited for a core since it came, and a peer that answers would
+        be taken for a silent one. It counts once for each deadline, so that a peer that
+        sends bit by bit puts it off no further.
+        """
         left_s = self.deadline - time.monotonic()
-        if left_s <= 0:
+        while self.ask is not None and left_s > self.silence_s:
+            if until_ready.poll(self.silence_s * 1000):
+                return
+            self.ask()
+            left_s = self.deadline - time.monotonic()
+        if left_s > 0:
+            until_ready.poll(min(left_s, _LONGEST_POLL_S) * 1000)
+            return
+        counts = self.ask is not None and until_ready is self._readable and self._overdue != self.deadline
+        if not (counts and until_ready.poll(0)):
             raise TimeoutError
-        until_ready.poll(min(left_s, _LONGEST_POLL_S) * 1000)
+        self._overdue = self.deadline
 
 
 def connect_tcp(

@@ -159,6 +159,9 @@ class SocketStream:
         self._has_sent = False
         self.ready: ReadySockets | None = None
         """What looks at the socket while `receive_or_react` waits, if anything does."""
+        self.silence_s = math.inf
+        self.ask: Callable[[], Awaitable[None]] | None = None
+        """Awaited after each `silence_s` of a wait; raises if the peer is gone."""
         self.passes_descriptors = sock.family == socket.AF_UNIX
         sock.setblocking(False)
         prepare(sock)
@@ -346,16 +349,23 @@ class SocketStream:
 
     async def _wait(self, until_ready: Callable[[socket.socket], Awaitable[None]], deadline: float = math.inf) -> None:
         try:
-            if deadline == math.inf:
+            if deadline == math.inf and self.ask is None:
                 await until_ready(self.socket)
             else:
-                with trio.CancelScope(deadline=deadline) as scope:
-                    await until_ready(self.socket)
-                if scope.cancelled_caught:
-                    raise TimeoutError
+                await self._wait_and_ask(until_ready, deadline)
         except trio.ClosedResourceError:
             raise StoreUnavailable("the connection was closed on this side") from None
         self._credit = _YIELD_AFTER_BYTES
+
+    async def _wait_and_ask(self, until_ready: Callable[[socket.socket], Awaitable[None]], deadline: float) -> None:
+        while True:
+            with trio.CancelScope(deadline=min(deadline, trio.current_time() + self.silence_s)) as scope:
+                await until_ready(self.socket)
+            if not scope.cancelled_caught:
+                return
+            if self.ask is None or trio.current_time() >= deadline:
+                raise TimeoutError
+            await self.ask()
 
     async def _yield(self) -> None:
         """Let other tasks run after many bytes without a wait."""

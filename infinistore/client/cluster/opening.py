@@ -7,7 +7,6 @@ server says otherwise: it was started again with another number of shards.
 
 import posixpath
 from collections.abc import Callable, Sequence
-from functools import partial
 from typing import Any, Final, TypeVar
 from urllib.parse import quote
 
@@ -40,11 +39,9 @@ _LEAST_CONNECTIONS: Final = 2
 class ClusterStore:
     """What the stores of a cluster have in common: under Trio, asyncio and threads.
 
-    `make` makes the store of one node. `connect` connects to a node, unless the
-    environment does: called with the options, with a function that returns the node's
-    store, and with what an environment's `connect` is called with. `clock` is that of
-    the nodes' stores. `rdma` and `shard_ports` are given if the nodes are the shards of
-    one server, whose store was open before.
+    `make` makes the store of one node. `clock` is that of the nodes' stores. `rdma` and
+    `shard_ports` are given if the nodes are the shards of one server, whose store was
+    open before.
     """
 
     is_cluster = True
@@ -56,7 +53,6 @@ class ClusterStore:
         environment: Environment,
         make: Callable[..., Any],
         *,
-        connect: Callable[..., Any],
         clock: Callable[[], float],
         rdma: StoreRdma | None = None,
         shard_ports: tuple[int, ...] | None = None,
@@ -68,13 +64,8 @@ class ClusterStore:
             let_go_in_child(self.rdma)
 
         def make_node(address: StoreUrl, instance: str) -> Any:
-            terms = Terms(_FAILURES_TO_OPEN, instance, shared, shard_ports)
-            if environment.connect is not None:
-                return make(address, options, environment, terms=terms)
-            made: list[Any] = []
-            connecting = attrs.evolve(environment, connect=partial(connect, options, lambda: made[0]))
-            made.append(make(address, options, connecting, terms=terms))
-            return made[0]
+            terms = Terms(_FAILURES_TO_OPEN, instance, shared, shard_ports, options.lookup_deadline_s)
+            return make(address, options, environment, terms=terms)
 
         if environment.membership is not None:
             membership = environment.membership(url)
@@ -103,7 +94,7 @@ class ClusterStore:
         return self.rdma
 
 
-async def check_there(store: Any, patience_s: float) -> None:
+async def ask_if_there(store: Any, patience_s: float) -> None:
     """Ask a node that is silent whether it is there, under Trio or asyncio.
 
     Raises:

@@ -7,6 +7,7 @@ of a deadline.
 """
 
 import enum
+import math
 from collections.abc import Callable, Sequence
 from random import Random
 from typing import Any, Generic, TypeVar
@@ -72,6 +73,9 @@ class Terms:
     """The ports of the shards that its server is known to have: none if it is a server
     by itself. None: whatever it says, it is one node.
     """
+    patience_s: float = math.inf
+    """How long its server may take to accept a connection. One that is silent for
+    longer is asked whether it is there."""
 
 
 _TRANSPORTS = {"tcp": "inline", "unix": "inline", "infinistores": "infinistore"}
@@ -113,6 +117,7 @@ class Calls(Generic[_Stream]):
         """What connections over TCP are encrypted with, if they are."""
         self.is_node = terms is not PLAIN
         """Whether it is one of several, which know by themselves what they are."""
+        self.patience_s = terms.patience_s
         self.breaker = CircuitBreaker(clock, random, terms.failures_to_open)
         self.pool: ConnectionPool[_Stream] = ConnectionPool()
         self.dialer = Dialer()

@@ -5,15 +5,16 @@ embedded one.
 """
 
 import asyncio
-import socket
+import math
 import threading
 import time
-from collections.abc import AsyncGenerator, Awaitable, Callable, Sequence
+from collections.abc import AsyncGenerator, Callable, Sequence
 from contextlib import asynccontextmanager, suppress
+from functools import partial
 from typing import Any, TypeVar, Unpack, assert_never, cast
 
 from infinistore.client.api.store import AsyncStore
-from infinistore.client.cluster.opening import SILENT_AFTER, ClusterStore, check_there, open_shards
+from infinistore.client.cluster.opening import SILENT_AFTER, ClusterStore, ask_if_there, open_shards
 from infinistore.client.connection.calls import LOOKUP_CONNECTIONS, PLAIN, WAITING_CONNECTIONS, Attempt, Calls, Terms
 from infinistore.client.connection.effects import (
     Background,
@@ -132,9 +133,7 @@ class ClusterAsyncioStore(ClusterStore, AsyncStore):
         shard_ports: tuple[int, ...] | None = None,
     ) -> None:
         self._tasks: dict[asyncio.Task[None], asyncio.AbstractEventLoop] = {}
-        super().__init__(
-            url, options, environment, make, connect=_connect, clock=time.monotonic, rdma=rdma, shard_ports=shard_ports
-        )
+        super().__init__(url, options, environment, make, clock=time.monotonic, rdma=rdma, shard_ports=shard_ports)
 
     async def connect(self) -> None:
         """Ask all nodes whether they are there; one of them must be."""
@@ -185,47 +184,6 @@ class ClusterAsyncioStore(ClusterStore, AsyncStore):
 
     def _forget(self, task: asyncio.Task[None]) -> None:
         self._tasks.pop(task, None)
-
-
-async def _connect(options: Options, store: Callable[[], Any], url: StoreUrl) -> AsyncioSocketStream:
-    spinner = Spinner(options.spin_us)
-    patience_s = options.lookup_deadline_s
-    try:
-        async with asyncio.timeout(patience_s):
-            if url.path:
-                found = await connect_unix(url.path, spinner)
-            else:
-                found = await connect_tcp(url.host, url.port, spinner, store().calls.dialer)
-    except TimeoutError:
-        raise StoreUnavailable(f"{url} accepts no connection within {patience_s:g} s") from None
-    return _PatientStream(found.socket, spinner, store, patience_s)
-
-
-class _PatientStream(AsyncioSocketStream):
-    """A stream that makes sure from time to time that the other end is there, while it
-    waits for it.
-    """
-
-    def __init__(self, sock: socket.socket, spinner: Spinner, store: Callable[[], Any], patience_s: float) -> None:
-        super().__init__(sock, spinner)
-        self._store = store
-        self._ping_s = patience_s
-        self._patience_s = SILENT_AFTER * patience_s
-
-    async def _readable(self, sock: socket.socket) -> None:
-        await self._patiently(super()._readable, sock)
-
-    async def _writable(self, sock: socket.socket) -> None:
-        await self._patiently(super()._writable, sock)
-
-    async def _patiently(self, wait: Callable[[socket.socket], Awaitable[None]], sock: socket.socket) -> None:
-        while True:
-            try:
-                async with asyncio.timeout(self._patience_s):
-                    return await wait(sock)
-            except TimeoutError:
-                pass
-            await check_there(self._store(), self._ping_s)
 
 
 _LOOK_AGAIN_S = 1.0
@@ -468,9 +426,18 @@ class RemoteAsyncioStore(AsyncStore):
 
     async def _connect_sockets(self, address: StoreUrl) -> AsyncioSocketStream:
         spinner = Spinner(self.calls.options.spin_us)
-        if address.path:
-            return await connect_unix(address.path, spinner)
-        return await connect_tcp(address.host, address.port, spinner, self.calls.dialer)
+        patience_s = self.calls.patience_s
+        try:
+            async with asyncio.timeout(None if patience_s == math.inf else patience_s):
+                if address.path:
+                    stream = await connect_unix(address.path, spinner)
+                else:
+                    stream = await connect_tcp(address.host, address.port, spinner, self.calls.dialer)
+        except TimeoutError:
+            raise StoreUnavailable(f"{address} accepts no connection within {patience_s:g} s") from None
+        if patience_s < math.inf:
+            stream.silence_s, stream.ask = SILENT_AFTER * patience_s, partial(ask_if_there, self, patience_s)
+        return stream
 
 
 class Slots:

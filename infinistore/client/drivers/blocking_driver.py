@@ -11,9 +11,8 @@ the caller's thread is ended.
 
 import heapq
 import itertools
+import math
 import queue
-import select
-import socket
 import threading
 import time
 from collections.abc import Callable, Generator, Sequence
@@ -56,7 +55,6 @@ from infinistore.host import FORKED, start_thread
 from infinistore.kept_errors import KeptError
 from infinistore.protocol.effects import CHUNK_BYTES, Fill, Pause, Receive, ReceiveDescriptors, Send
 from infinistore.protocol.messages import Shard, StoreRequest
-from infinistore.settings import Spin
 from infinistore.transports.cuda import DeviceMemory
 from infinistore.transports.sockets.blocking_streams import BlockingSocketStream, connect_tcp, connect_unix
 
@@ -443,9 +441,7 @@ class ClusterBlockingStore(ClusterStore, BlockingStore):
     ) -> None:
         self._threads = PartThreads()
         self._background = _BackgroundThread(self._threads)
-        super().__init__(
-            url, options, environment, make, connect=_connect, clock=time.monotonic, rdma=rdma, shard_ports=shard_ports
-        )
+        super().__init__(url, options, environment, make, clock=time.monotonic, rdma=rdma, shard_ports=shard_ports)
 
     def connect(self) -> None:
         """Ask all nodes whether they are there; one of them must be."""
@@ -564,56 +560,6 @@ class _BackgroundThread:
             self._changed.notify()
         if thread is not None and thread is not threading.current_thread():
             thread.join()
-
-
-def _connect(options: Options, store: Callable[[], Any], url: StoreUrl, deadline: float) -> BlockingSocketStream:
-    patience_s = options.lookup_deadline_s
-    soon = min(deadline, time.monotonic() + patience_s)
-    try:
-        if url.path:
-            found = connect_unix(url.path, soon)
-        else:
-            found = connect_tcp(url.host, url.port, soon, dialer=store().calls.dialer)
-    except TimeoutError:
-        raise StoreUnavailable(f"{url} accepts no connection within {patience_s:g} s") from None
-    return PatientStream(found.socket, options.spin_us, store, patience_s)
-
-
-class PatientStream(BlockingSocketStream):
-    """A stream that makes sure from time to time that the other end is there, while it
-    waits for it.
-
-    What is there when the time is over counts: this process may have waited for a core
-    since it came, and a node that answers would be taken for a silent one. It counts
-    once for each deadline, so that a node that sends bit by bit puts it off no further.
-    """
-
-    def __init__(self, sock: socket.socket, spin_us: Spin, store: Callable[[], Any], patience_s: float) -> None:
-        super().__init__(sock, spin_us)
-        self._store = store
-        self._ping_s = patience_s
-        self._patience_s = SILENT_AFTER * patience_s
-        self._overdue = -1.0
-        """The last deadline after which something was still there to be received."""
-
-    def _wait(self, until_ready: select.poll) -> None:
-        while self.deadline - time.monotonic() > self._patience_s:
-            if until_ready.poll(self._patience_s * 1000):
-                return
-            self._check_there()
-        try:
-            super()._wait(until_ready)
-        except TimeoutError:
-            if until_ready is self._writable or self._overdue == self.deadline or not until_ready.poll(0):
-                raise
-            self._overdue = self.deadline
-
-    def _check_there(self) -> None:
-        store = self._store()
-        try:
-            store._call(PING, self._ping_s)
-        except LOST as error:
-            check_not_silent(store, error)
 
 
 @contextmanager
@@ -850,10 +796,26 @@ class RemoteBlockingStore(BlockingStore):
             call.close()
 
     def _connect_sockets(self, address: StoreUrl, deadline: float) -> BlockingSocketStream:
-        spin_us = self.calls.options.spin_us
-        if address.path:
-            return connect_unix(address.path, deadline, spin_us=spin_us)
-        return connect_tcp(address.host, address.port, deadline, spin_us=spin_us, dialer=self.calls.dialer)
+        spin_us, patience_s = self.calls.options.spin_us, self.calls.patience_s
+        soon = min(deadline, time.monotonic() + patience_s)
+        try:
+            if address.path:
+                stream = connect_unix(address.path, soon, spin_us=spin_us)
+            else:
+                stream = connect_tcp(address.host, address.port, soon, spin_us=spin_us, dialer=self.calls.dialer)
+        except TimeoutError:
+            if patience_s == math.inf:
+                raise
+            raise StoreUnavailable(f"{address} accepts no connection within {patience_s:g} s") from None
+        if patience_s < math.inf:
+            stream.silence_s, stream.ask = SILENT_AFTER * patience_s, self._ask_if_there
+        return stream
+
+    def _ask_if_there(self) -> None:
+        try:
+            self._call(PING, self.calls.patience_s)
+        except LOST as error:
+            check_not_silent(self, error)
 
 
 def _fill(effect: Fill, stream: Any, attempt: Attempt) -> None:

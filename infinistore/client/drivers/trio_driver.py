@@ -12,12 +12,13 @@ cancelled leaves no part behind.
 import math
 from collections.abc import AsyncGenerator, Callable, Sequence
 from contextlib import asynccontextmanager, suppress
+from functools import partial
 from typing import Any, TypeVar, Unpack, assert_never, cast
 
 import trio
 
 from infinistore.client.api.store import AsyncStore
-from infinistore.client.cluster.opening import SILENT_AFTER, ClusterStore, check_there, open_shards
+from infinistore.client.cluster.opening import SILENT_AFTER, ClusterStore, ask_if_there, open_shards
 from infinistore.client.connection.calls import LOOKUP_CONNECTIONS, PLAIN, WAITING_CONNECTIONS, Attempt, Calls, Terms
 from infinistore.client.connection.effects import (
     Background,
@@ -131,7 +132,6 @@ class ClusterTrioStore(ClusterStore, AsyncStore):
             options,
             environment,
             make,
-            connect=_connect,
             clock=trio.current_time,
             rdma=rdma,
             shard_ports=shard_ports,
@@ -191,36 +191,6 @@ class ClusterTrioStore(ClusterStore, AsyncStore):
             finally:
                 del self._ended[scope]
                 ended.set()
-
-
-async def _connect(options: Options, store: Callable[[], Any], url: StoreUrl) -> SocketStream:
-    patience_s = options.lookup_deadline_s
-    with trio.move_on_after(patience_s):
-        connecting = connect_unix(url.path) if url.path else connect_tcp(url.host, url.port, store().calls.dialer)
-        stream = await connecting
-        return _PatientStream(stream.socket, store, patience_s)
-    raise StoreUnavailable(f"{url} accepts no connection within {patience_s:g} s")
-
-
-class _PatientStream(SocketStream):
-    """A stream that makes sure from time to time that the other end is there, while it
-    waits for it.
-    """
-
-    def __init__(self, sock: Any, store: Callable[[], Any], patience_s: float) -> None:
-        super().__init__(sock)
-        self._store = store
-        self._ping_s = patience_s
-        self._patience_s = SILENT_AFTER * patience_s
-
-    async def _wait(self, until_ready: Any, deadline: float = math.inf) -> None:
-        while True:
-            try:
-                return await super()._wait(until_ready, min(deadline, trio.current_time() + self._patience_s))
-            except TimeoutError:
-                if trio.current_time() >= deadline:
-                    raise
-            await check_there(self._store(), self._ping_s)
 
 
 @asynccontextmanager
@@ -471,6 +441,13 @@ class RemoteTrioStore(AsyncStore):
                 await trio.lowlevel.cancel_shielded_checkpoint()
 
     async def _connect_sockets(self, address: StoreUrl) -> SocketStream:
-        if address.path:
-            return await connect_unix(address.path)
-        return await connect_tcp(address.host, address.port, self.calls.dialer)
+        patience_s = self.calls.patience_s
+        with trio.move_on_after(patience_s):
+            if address.path:
+                stream = await connect_unix(address.path)
+            else:
+                stream = await connect_tcp(address.host, address.port, self.calls.dialer)
+            if patience_s < math.inf:
+                stream.silence_s, stream.ask = SILENT_AFTER * patience_s, partial(ask_if_there, self, patience_s)
+            return stream
+        raise StoreUnavailable(f"{address} accepts no connection within {patience_s:g} s")
