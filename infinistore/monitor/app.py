@@ -84,6 +84,8 @@ async def sample(
     model: Model,
     on_change: Callable[[], None],
     *,
+    with_details: Callable[[], bool] = lambda: True,
+    may_be_away: bool = False,
     task_status: trio.TaskStatus[None] = trio.TASK_STATUS_IGNORED,
 ) -> NoReturn:
     """Sample forever, and call `on_change` after each sample or failure.
@@ -91,8 +93,8 @@ async def sample(
     The task has started when the first sample is taken.
 
     Raises:
-        InfiniStoreException: the server was never reached. Later failures go into the
-            model instead.
+        InfiniStoreException: the server was never reached, and may not be away. Other
+            failures go into the model instead.
         ConfigError: the URL is invalid.
     """
     give_up_s = trio.current_time() + source.wait_s
@@ -100,8 +102,8 @@ async def sample(
         try:
             async with open_store(source.url, **source.options()) as store:
                 while True:
-                    stats = await store.stats(details=True)
-                    first = not model.answered
+                    stats = await store.stats(details=with_details())
+                    first = model.answered_s is None
                     if source.tenants is not None:
                         model.tenants = model.tenants or TenantsModel()
                         await _ask_for_tenants(source.tenants, model.tenants, may_fail=not first)
@@ -111,7 +113,7 @@ async def sample(
                     on_change()
                     await pace.next()
         except InfiniStoreException as error:
-            if not model.answered:
+            if model.answered_s is None and not may_be_away:
                 may_come = isinstance(error, StoreUnavailable | DeadlineExceeded)
                 if not may_come or trio.current_time() >= give_up_s:
                     raise
@@ -170,12 +172,8 @@ async def take_two(source: Source, interval_s: float) -> Snapshot:
     model, pace = Model(_shown_url(source.url)), Pace(interval_s)
     taken = trio.Event()
 
-    def sampled() -> None:
-        if model.snapshot().history or model.snapshot().lost is not None:
-            taken.set()
-
     async with trio.open_nursery() as nursery:
-        await nursery.start(sample, source, pace, model, sampled)
+        await nursery.start(sample, source, pace, model, lambda: taken.set() if model.has_two else None)
         await taken.wait()
         nursery.cancel_scope.cancel()
     snapshot = model.snapshot()

@@ -16,13 +16,12 @@ import attrs
 import trio
 from rich.text import Text
 
-from infinistore.client import open_store
 from infinistore.cluster.locate import ClusterUrl, EtcdPlace, FilePlace, StaticPlace
 from infinistore.cluster.membership import Node, StaticMembership
 from infinistore.cluster_io.memberships import RunningMembership, make_membership
 from infinistore.cluster_io.probing import credentials
-from infinistore.errors import InfiniStoreException, StoreUnavailable
-from infinistore.monitor.app import Pace, Source, now, without_gaps
+from infinistore.errors import StoreUnavailable
+from infinistore.monitor.app import Pace, Source, now, sample, without_gaps
 from infinistore.monitor.cluster_view import ClusterControls, ClusterSnapshot, NodeRow, screen, shown_rows
 from infinistore.monitor.controls import Controls
 from infinistore.monitor.lines import Glyphs
@@ -42,15 +41,8 @@ class _Watched:
     pace: Pace
     asked_s: float
     """When it was asked for the first time."""
-    answered_s: float | None = None
     has_left: bool = False
     scope: trio.CancelScope = attrs.field(factory=trio.CancelScope)
-
-    @property
-    def has_two(self) -> bool:
-        """Whether it was sampled twice, or does not answer."""
-        snapshot = self.model.snapshot()
-        return bool(snapshot.history) or snapshot.lost is not None
 
 
 class ClusterWatch:
@@ -123,21 +115,14 @@ class ClusterWatch:
 
     async def _ask(self, watched: _Watched) -> None:
         with watched.scope:
-            while True:
-                try:
-                    async with open_store(watched.node.address + self._options, **self._source.options()) as store:
-                        while True:
-                            details = watched.node.id == self._opened
-                            stats = await store.stats(details=details)
-                            watched.answered_s = trio.current_time()
-                            watched.model.observe(stats, now_s=watched.answered_s, at=now())
-                            self.on_change(watched.node.id)
-                            await watched.pace.next()
-                except InfiniStoreException as error:
-                    reason = str(error) or type(error).__name__
-                    watched.model.lose(reason, now_s=trio.current_time(), at=now())
-                self.on_change(watched.node.id)
-                await watched.pace.next()
+            await sample(
+                attrs.evolve(self._source, url=watched.node.address + self._options),
+                watched.pace,
+                watched.model,
+                lambda: self.on_change(watched.node.id),
+                with_details=lambda: watched.node.id == self._opened,
+                may_be_away=True,
+            )
 
     def open(self, node_id: str | None) -> None:
         """Ask one node, or none, for details, too."""
@@ -162,7 +147,7 @@ class ClusterWatch:
     @property
     def all_sampled(self) -> bool:
         """Whether each node was sampled twice, or does not answer."""
-        return all(watched.has_two for watched in self._watched.values())
+        return all(watched.model.has_two for watched in self._watched.values())
 
     def snapshot(self) -> ClusterSnapshot:
         """Return what is known now."""
@@ -183,7 +168,8 @@ class ClusterWatch:
     def _row(self, watched: _Watched) -> NodeRow:
         now_s = trio.current_time()
         snapshot = watched.model.snapshot()
-        age_s = None if watched.answered_s is None else now_s - watched.answered_s
+        answered_s = watched.model.answered_s
+        age_s = None if answered_s is None else now_s - answered_s
         quiet_s = now_s - watched.asked_s if age_s is None else age_s
         is_silent = snapshot.lost is not None or quiet_s > self._interval_s + _LATE_S
         return NodeRow(watched.node, snapshot, age_s, quiet_s if is_silent else None)

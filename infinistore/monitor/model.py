@@ -270,6 +270,8 @@ class Model:
         self._history: deque[Point] = deque(maxlen=HISTORY_POINTS)
         self._at: datetime | None = None
         self._seen_s: float | None = None
+        self.answered_s: float | None = None
+        """When the last sample was taken."""
         self._lost: Lost | None = None
         self._restarts = 0
         self._restarted_at: datetime | None = None
@@ -277,9 +279,9 @@ class Model:
         self._busiest: list[str] = []
 
     @property
-    def answered(self) -> bool:
-        """Whether a sample has ever been taken."""
-        return bool(self._samples)
+    def has_two(self) -> bool:
+        """Whether two samples were taken, or none can be."""
+        return bool(self._history) or self._lost is not None
 
     def observe(self, stats: Stats, *, now_s: float, at: datetime) -> None:
         """Record a sample. `now_s` is monotonic; `at` is the same moment as a date."""
@@ -295,7 +297,8 @@ class Model:
             self._add_point(None, now_s)
         self._samples.append(sample)
         self._busiest = busiest(self._busiest, self._first_detailed(), sample)
-        self._at, self._seen_s, self._lost = at, now_s, None
+        self._at, self._lost = at, None
+        self._seen_s = self.answered_s = now_s
 
     def lose(self, reason: str, *, now_s: float, at: datetime) -> None:
         """Record that the server did not answer, and why."""
