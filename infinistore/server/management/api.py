@@ -1,10 +1,10 @@
 """The management API: what operators, probes and scrapers ask of a server over HTTP.
 
 An ASGI application of the operations in `OPERATIONS`, from which it makes the routes
-and the OpenAPI document. It starts before the pool exists, so that `/healthz` and
-`/readyz` can tell a server that is still taking its memory from one that is gone. Paths
-and methods of the original InfiniStore (`/kvmap_len`, `/purge`, `/selftest`) answer as
-they did there.
+and the OpenAPI document; the summary of each is the docstring of its handler. It starts
+before the pool exists, so that `/healthz` and `/readyz` can tell a server that is still
+taking its memory from one that is gone. Paths and methods of the original InfiniStore
+(`/kvmap_len`, `/purge`, `/selftest`) answer as they did there.
 """
 
 import json
@@ -26,7 +26,7 @@ from infinistore.server.management.metrics import METRICS_MEDIA_TYPE, Snapshot, 
 from infinistore.server.management.operations import (
     REFUSED,
     Access,
-    Operation,
+    Operations,
     Schema,
     application_of,
     exactly,
@@ -53,6 +53,32 @@ _RATIO: Final[Schema] = {"type": "number", "minimum": 0, "maximum": 1}
 
 _STATE: Final = exactly(state={"enum": ["starting", "serving", "draining"]})
 _DONE: Final = exactly(status={"const": "ok"}, num=_COUNT)
+
+
+_SELFTEST: Final[Schema] = {
+    "type": "object",
+    "properties": {
+        "status": {"enum": ["ok", "failed"]},
+        "transports": schema_of(list[TransportCheck], COMPONENTS),
+        "disks": schema_of(DiskCheck, COMPONENTS),
+    },
+    "required": ["status", "transports"],
+    "additionalProperties": False,
+}
+_OR_REFUSED: Final[Schema] = {"anyOf": [_SELFTEST, REFUSED]}
+_STATISTICS: Final[Schema] = {
+    "type": "object",
+    "properties": {
+        "server": schema_of(ServerStatistics, COMPONENTS),
+        "store": schema_of(StoreStatistics, COMPONENTS),
+        "details": schema_of(ServerDetails, COMPONENTS),
+        "disk": schema_of(DiskTierStatistics, COMPONENTS),
+    },
+    "required": ["server", "store"],
+    "additionalProperties": False,
+}
+
+OPERATIONS: Final = Operations()
 
 
 class Management:
@@ -102,20 +128,28 @@ class Management:
 
     # What the operations do
 
+    @OPERATIONS.add("GET", "/healthz", {200: exactly(status={"const": "ok"})})
     async def healthz(self, request: Request) -> Response:
-        """Alive, whatever it does."""
+        """Whether the process is alive."""
         return JSONResponse({"status": "ok"})
 
+    @OPERATIONS.add("GET", "/readyz", {200: _STATE, 503: _STATE})
     async def readyz(self, request: Request) -> Response:
-        """Ready for clients, or not."""
+        """Whether the server serves clients: 503 while it takes its memory, and while
+        it drains.
+        """
         return JSONResponse({"state": self.state}, 200 if self.state == "serving" else 503)
 
+    @OPERATIONS.add("GET", "/kvmap_len", {200: exactly(len=_COUNT)})
     async def kvmap_len(self, request: Request) -> Response:
         """How many keys there are."""
         return JSONResponse({"len": len(self.there.core)})
 
+    @OPERATIONS.add("POST", "/purge", {200: _DONE, 503: REFUSED}, Role.ADMIN)
     async def purge(self, request: Request) -> Response:
-        """Delete all keys."""
+        """Delete every key; num is how many there were. 503 if what is gone may be back
+        after a restart.
+        """
         self.check_lasts()
         try:
             purged = await self.there.purge()
@@ -123,40 +157,62 @@ class Management:
             raise HTTPException(503, str(error)) from None
         return JSONResponse({"status": "ok", "num": purged})
 
+    @OPERATIONS.add(
+        "POST",
+        "/evict",
+        {200: _DONE},
+        Role.ADMIN,
+        parameters={"min": _RATIO, "max": _RATIO},
+        body={"type": "object", "properties": {"min": _RATIO, "max": _RATIO}, "additionalProperties": False},
+    )
     async def evict(self, request: Request) -> Response:
-        """Evict between two bounds."""
+        """If more than max of the pool is used, evict cold blocks until at most min of
+        it is; num is how many. What is not given is as in --evict-min-threshold and
+        --evict-max-threshold.
+        """
         core = self.there.core
         low, high = _bounds(await _given(request), self.config)
         return JSONResponse({"status": "ok", "num": await evict_incrementally(core, low, high, "manual")})
 
+    @OPERATIONS.add("GET", "/stats", {200: _STATISTICS}, parameters={"details": {"type": "boolean"}})
     async def stats(self, request: Request) -> Response:
-        """The statistics, with details if asked for."""
+        """What the server holds and has done, and its disks, if it has some; details
+        take some milliseconds to gather.
+        """
         server = self.there
         wanted = request.query_params.get("details", "false")
         if wanted not in ("true", "false"):
             raise HTTPException(400, "details must be true or false")
         return JSONResponse(await server.telemetry.tree(with_details=wanted == "true"))
 
+    @OPERATIONS.add("GET", "/clients", {200: exactly(clients=schema_of(list[ClientStatistics], COMPONENTS))})
     async def clients(self, request: Request) -> Response:
-        """The connections."""
+        """The connections that are open; of many those that moved the most bytes."""
         return JSONResponse({"clients": [attrs.asdict(client) for client in self.there.telemetry.clients()]})
 
+    @OPERATIONS.add("GET", "/cluster", {200: schema_of(MembershipStatistics, COMPONENTS), 404: REFUSED})
     async def cluster(self, request: Request) -> Response:
-        """The cluster, as this server sees it."""
+        """The cluster as this server sees it, and whether it is registered there; 404
+        without a cluster.
+        """
         statistics = self.there.telemetry.cluster
         if statistics is None:
             raise HTTPException(404, "this server is in no cluster; start it with --cluster URL")
         return JSONResponse(attrs.asdict(statistics()))
 
+    @OPERATIONS.add(
+        "GET", "/tenants", {200: exactly(tenants=schema_of(list[TenantStatistics], COMPONENTS)), 404: REFUSED}
+    )
     async def tenants(self, request: Request) -> Response:
-        """The tenants, and what each has."""
+        """What each tenant has of the server, and has done; 404 without --tenants."""
         found = await self.there.telemetry.of_tenants()
         if found is None:
             raise HTTPException(404, "this server has no tenants; start it with --tenants FILE")
         return JSONResponse({"tenants": [attrs.asdict(one) for one in found]})
 
+    @OPERATIONS.add("GET", "/metrics", {200: METRICS_MEDIA_TYPE})
     async def metrics(self, request: Request) -> Response:
-        """What Prometheus scrapes."""
+        """Metrics for Prometheus."""
         server = self.there
         telemetry = server.telemetry
         snapshot = Snapshot(
@@ -167,13 +223,23 @@ class Management:
         )
         return Response(await render(snapshot), media_type=METRICS_MEDIA_TYPE)
 
+    @OPERATIONS.add("POST", "/reload", {200: exactly(status={"const": "ok"}), 409: REFUSED}, Role.ADMIN)
     async def reload(self, request: Request) -> Response:
-        """Read again what SIGHUP does."""
+        """Read the tenants file and the files of TLS again, as SIGHUP does; what cannot
+        be used changes nothing.
+        """
         return reloaded(await self.there.reloads.run())
 
+    @OPERATIONS.add(
+        "GET",
+        "/selftest",
+        {200: _SELFTEST, 503: _OR_REFUSED},
+        summary="Look a key up over each transport, and change nothing",
+    )
+    @OPERATIONS.add("POST", "/selftest", {200: _SELFTEST, 503: _OR_REFUSED}, Role.ADMIN)
     async def selftest(self, request: Request) -> Response:
-        """Write and read a block over each transport, and through the disks; if asked
-        by GET, only look a key up. Only one runs at a time.
+        """Write, read back and delete a block over each transport, and through the
+        disks, if there are some.
         """
         server = self.there
         addresses, token = server.addresses, token_of(request)
@@ -207,118 +273,6 @@ def reloaded(problems: Sequence[str]) -> Response:
     if problems:
         raise HTTPException(409, "; ".join(problems))
     return JSONResponse({"status": "ok"})
-
-
-_SELFTEST: Final[Schema] = {
-    "type": "object",
-    "properties": {
-        "status": {"enum": ["ok", "failed"]},
-        "transports": schema_of(list[TransportCheck], COMPONENTS),
-        "disks": schema_of(DiskCheck, COMPONENTS),
-    },
-    "required": ["status", "transports"],
-    "additionalProperties": False,
-}
-OPERATIONS: Final = (
-    Operation(
-        "GET", "/healthz", "Whether the process is alive", Management.healthz, {200: exactly(status={"const": "ok"})}
-    ),
-    Operation(
-        "GET",
-        "/readyz",
-        "Whether the server serves clients: 503 while it takes its memory, and while it drains",
-        Management.readyz,
-        {200: _STATE, 503: _STATE},
-    ),
-    Operation("GET", "/kvmap_len", "How many keys there are", Management.kvmap_len, {200: exactly(len=_COUNT)}),
-    Operation(
-        "POST",
-        "/purge",
-        "Delete every key; num is how many there were. 503 if what is gone may be back after a restart",
-        Management.purge,
-        {200: _DONE, 503: REFUSED},
-        Role.ADMIN,
-    ),
-    Operation(
-        "POST",
-        "/evict",
-        "If more than max of the pool is used, evict cold blocks until at most min of it is; num is how many. What is "
-        "not given is as in --evict-min-threshold and --evict-max-threshold",
-        Management.evict,
-        {200: _DONE},
-        Role.ADMIN,
-        parameters={"min": _RATIO, "max": _RATIO},
-        body={"type": "object", "properties": {"min": _RATIO, "max": _RATIO}, "additionalProperties": False},
-    ),
-    Operation(
-        "GET",
-        "/stats",
-        "What the server holds and has done, and its disks, if it has some; details take some milliseconds to gather",
-        Management.stats,
-        {
-            200: {
-                "type": "object",
-                "properties": {
-                    "server": schema_of(ServerStatistics, COMPONENTS),
-                    "store": schema_of(StoreStatistics, COMPONENTS),
-                    "details": schema_of(ServerDetails, COMPONENTS),
-                    "disk": schema_of(DiskTierStatistics, COMPONENTS),
-                },
-                "required": ["server", "store"],
-                "additionalProperties": False,
-            }
-        },
-        parameters={"details": {"type": "boolean"}},
-    ),
-    Operation(
-        "GET",
-        "/clients",
-        "The connections that are open; of many those that moved the most bytes",
-        Management.clients,
-        {200: exactly(clients=schema_of(list[ClientStatistics], COMPONENTS))},
-    ),
-    Operation(
-        "GET",
-        "/cluster",
-        "The cluster as this server sees it, and whether it is registered there; 404 without a cluster",
-        Management.cluster,
-        {200: schema_of(MembershipStatistics, COMPONENTS), 404: REFUSED},
-    ),
-    Operation(
-        "GET",
-        "/tenants",
-        "What each tenant has of the server, and has done; 404 without --tenants",
-        Management.tenants,
-        {
-            200: exactly(tenants=schema_of(list[TenantStatistics], COMPONENTS)),
-            404: REFUSED,
-        },
-    ),
-    Operation("GET", "/metrics", "Metrics for Prometheus", Management.metrics, {200: METRICS_MEDIA_TYPE}),
-    Operation(
-        "POST",
-        "/reload",
-        "Read the tenants file and the files of TLS again, as SIGHUP does; what cannot be used changes nothing",
-        Management.reload,
-        {200: exactly(status={"const": "ok"}), 409: REFUSED},
-        Role.ADMIN,
-    ),
-    Operation(
-        "POST",
-        "/selftest",
-        "Write, read back and delete a block over each transport, and through the disks, if there are some",
-        Management.selftest,
-        {200: _SELFTEST, 503: {"anyOf": [_SELFTEST, REFUSED]}},
-        Role.ADMIN,
-    ),
-    Operation(
-        "GET",
-        "/selftest",
-        "Look a key up over each transport, and change nothing",
-        Management.selftest,
-        {200: _SELFTEST, 503: {"anyOf": [_SELFTEST, REFUSED]}},
-    ),
-)
 
 
 async def _given(request: Request) -> dict[str, Any]:

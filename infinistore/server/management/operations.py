@@ -177,6 +177,22 @@ class Operation:
     """The schema of the JSON body, which may be left out."""
 
 
+class Operations(list[Operation]):
+    """The operations of an API, each declared where it is implemented."""
+
+    def add(
+        self, method: str, path: str, answers: dict[int, Schema | str], *more: Any, **others: Any
+    ) -> Callable[[Handler], Handler]:
+        """Return a decorator for a handler, whose docstring is the summary."""
+
+        def declare(handler: Handler) -> Handler:
+            summary = others.pop("summary", None) or " ".join((handler.__doc__ or "").split()).removesuffix(".")
+            self.append(Operation(method, path, summary, handler, answers, *more, **others))
+            return handler
+
+        return declare
+
+
 def schema_of(kind: Any, components: dict[str, Schema]) -> Schema:
     """Return the schema of a type: plain, a list, optional, or an attrs class, which
     becomes one of the components.
