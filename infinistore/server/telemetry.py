@@ -9,7 +9,7 @@ import heapq
 import math
 import re
 from collections import Counter, defaultdict
-from collections.abc import Awaitable, Callable, Iterable, Iterator, Sequence
+from collections.abc import Awaitable, Callable, Iterator, Sequence
 from typing import TypeVar
 
 import attrs
@@ -51,20 +51,6 @@ _MAX_CUTS = 16
 _SEPARATORS = "/:@#|"
 _UP_TO_SEPARATOR = re.compile(r".*[/:@#|]", re.DOTALL)
 _UP_TO_SEPARATOR_BEFORE = re.compile(r".*[/:@#|](?=.)", re.DOTALL)
-
-
-async def gather(core: StoreCore, clients: Iterable[ClientStatistics], recorder: Recorder, state: str) -> ServerDetails:
-    """Gather the details of a server with these clients and in this state."""
-    operations = recorder.statistics()
-    if len(operations) > _MAX_OPERATIONS:
-        operations = heapq.nlargest(_MAX_OPERATIONS, operations, key=lambda one: one.count)
-    found_clients = busiest(clients)
-    await trio.lowlevel.checkpoint()
-    found_arenas = []
-    for index in range(min(len(core.pool.arenas), _MAX_ARENAS)):
-        found_arenas.append(arena(core, index))
-        await trio.lowlevel.checkpoint()
-    return ServerDetails(operations, found_clients, found_arenas, await prefixes(core), state)
 
 
 def arena(core: StoreCore, index: int) -> ArenaStatistics:
@@ -213,20 +199,30 @@ class Telemetry:
         """What the server has done so far."""
         self.core.catch_up()
         traffic = self.sessions.traffic()
-        return ServerStatistics(
-            instance=self.instance,
-            version=__version__,
-            uptime_s=trio.current_time() - self._started_at,
-            connections_open=len(self.sessions),
+        return attrs.evolve(
+            self._served(traffic, connections=len(self.sessions)),
             connections_total=self.connections_total,
             connections_refused=self.sessions.refused,
             strangers_open=len(self._handshakes),
             strangers_dropped=self._handshakes.dropped,
-            requests=traffic.requests,
             errors=traffic.errors + self._handshakes.errors,
+            spin=self._spinner.statistics(),
+        )
+
+    def _served(self, traffic: Traffic, *, connections: int) -> ServerStatistics:
+        """The figures of a server that has only these open connections."""
+        return ServerStatistics(
+            instance=self.instance,
+            version=__version__,
+            uptime_s=trio.current_time() - self._started_at,
+            connections_open=connections,
+            connections_total=connections,
+            connections_refused=0,
+            requests=traffic.requests,
+            errors=traffic.errors,
             received_bytes=traffic.received_bytes,
             sent_bytes=traffic.sent_bytes,
-            spin=self._spinner.statistics(),
+            spin=SpinStatistics(0, 0, 0.0),
         )
 
     def operations(self) -> list[OperationStatistics]:
@@ -240,9 +236,22 @@ class Telemetry:
 
     async def details(self) -> ServerDetails:
         """What takes a few milliseconds to gather. Other tasks run meanwhile."""
-        self.core.catch_up()
-        found = await gather(self.core, self.sessions.statistics(), self._recorder, self.state)
-        return attrs.evolve(found, max_connections=self.sessions.most, max_pinned_bytes=self.core.max_pinned_bytes)
+        core = self.core
+        core.catch_up()
+        operations = self._recorder.statistics()
+        if len(operations) > _MAX_OPERATIONS:
+            operations = heapq.nlargest(_MAX_OPERATIONS, operations, key=lambda one: one.count)
+        clients = busiest(self.sessions.statistics())
+        await trio.lowlevel.checkpoint()
+        arenas = []
+        for index in range(min(len(core.pool.arenas), _MAX_ARENAS)):
+            arenas.append(arena(core, index))
+            await trio.lowlevel.checkpoint()
+        return ServerDetails(
+            *(operations, clients, arenas, await prefixes(core), self.state),
+            max_connections=self.sessions.most,
+            max_pinned_bytes=core.max_pinned_bytes,
+        )
 
     def disk(self) -> DiskTierStatistics | None:
         """What the disks have done; None without disks."""
@@ -263,24 +272,13 @@ class Telemetry:
         traffic = Traffic()
         for session in sessions:
             traffic.add(session.traffic)
-        own = ServerStatistics(
-            instance=self.instance,
-            version=__version__,
-            uptime_s=trio.current_time() - self._started_at,
-            connections_open=len(sessions),
-            connections_total=len(sessions),
-            connections_refused=0,
-            requests=traffic.requests,
-            errors=traffic.errors,
-            received_bytes=traffic.received_bytes,
-            sent_bytes=traffic.sent_bytes,
-            spin=SpinStatistics(0, 0, 0.0),
-        )
+        own = self._served(traffic, connections=len(sessions))
         found = None
         if with_details:
             clients = busiest(session.statistics() for session in sessions)
-            found = ServerDetails([], clients, [], await prefixes(store), self.state)
-            found = attrs.evolve(found, max_pinned_bytes=store.max_pinned_bytes)
+            found = ServerDetails(
+                *([], clients, [], await prefixes(store), self.state), max_pinned_bytes=store.max_pinned_bytes
+            )
         return statistics_to_tree(own, store.statistics(), found, disk)
 
     async def tree(self, with_details: bool) -> Tree:
