@@ -352,6 +352,7 @@ class InfiniStoreConnector(RemoteConnector):  # type: ignore[misc, unused-ignore
                 else:
                     blocks[index] = None
                     block.ref_count_down()
+                if is_hit is False:  # unlike one that is missing, which may only be late
                     bad.append(keys[index])
             if bad:  # so that the next store of these blocks is not skipped
                 with suppress(DiskFailed):  # which may bring them back when a disk is opened again

@@ -24,7 +24,7 @@ def record() -> Record:
     return Record(logging.getLogger("of a test"), "of a test")
 
 
-def read(store: blocking.BlockingStore, record: Record, *keys: str) -> tuple[list[bool], list[bytes]]:
+def read(store: blocking.BlockingStore, record: Record, *keys: str) -> tuple[list[bool | None], list[bytes]]:
     buffers = [bytearray(4) for _ in keys]
     hits = read_exactly(store, [(key, memoryview(buffer)) for key, buffer in zip(keys, buffers, strict=True)], record)
     return hits, [bytes(buffer) for buffer, is_hit in zip(buffers, hits, strict=True) if is_hit]
@@ -32,13 +32,13 @@ def read(store: blocking.BlockingStore, record: Record, *keys: str) -> tuple[lis
 
 @pytest.mark.parametrize("bad", [["short"], ["long"], ["short", "long"]])
 @pytest.mark.parametrize("with_disk", [False, True])
-def test_a_bad_block_is_a_miss_deleted_and_keeps_no_other_from_being_read(
+def test_a_bad_block_is_told_from_a_missing_one_deleted_and_keeps_no_other_from_being_read(
     store: blocking.BlockingStore, record: Record, bad: list[str], with_disk: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     if with_disk:
         bring_back(monkeypatch)
     hits, contents = read(store, record, "a", *bad, "missing", "b")
-    assert hits == [True, *[False] * len(bad), False, True]
+    assert hits == [True, *[False] * len(bad), None, True]
     assert contents == [b"aaaa", b"bbbb"]
     assert store.exists_many(["a", *bad, "b"]) == [True, *[False] * len(bad), True]
     assert record.counts["bad"] == len(bad)

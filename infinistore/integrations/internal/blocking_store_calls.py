@@ -37,12 +37,14 @@ def match_and_hold(store: BlockingStore, keys: Sequence[str], hold_s: float, rec
         return store.match_prefix(keys)
 
 
-def read_exactly(store: BlockingStore, items: Sequence[tuple[str, memoryview]], record: Record) -> list[bool]:
-    """Read blocks, each of which has to fill its buffer. Returns which ones did.
+def read_exactly(store: BlockingStore, items: Sequence[tuple[str, memoryview]], record: Record) -> list[bool | None]:
+    """Read blocks, each of which has to fill its buffer.
 
-    The contents of the other buffers are undefined. A bad block, with a wrong size or
-    checksum, is deleted, so that it is stored anew. Raises what `get_many_into` raises,
-    except `BufferTooSmall` and `ChecksumMismatch`.
+    Returns True for each block that did, False for one that was bad, and None for one
+    that is missing; the contents of the buffers of these are undefined. A bad block,
+    with a wrong size or checksum, is deleted, so that it is stored anew. A missing one
+    may be there all the same, on a disk or a node that is late. Raises what
+    `get_many_into` raises, except `BufferTooSmall` and `ChecksumMismatch`.
     """
     try:
         sizes: Sequence[int | None] = store.get_many_into(items)
@@ -58,7 +60,7 @@ def read_exactly(store: BlockingStore, items: Sequence[tuple[str, memoryview]], 
     if bad:
         with suppress(DiskFailed):  # which may bring them back when a disk is opened again
             store.delete(bad)
-    return [size == len(buffer) for (_, buffer), size in zip(items, sizes, strict=True)]
+    return [None if size is None else size == len(buffer) for (_, buffer), size in zip(items, sizes, strict=True)]
 
 
 def _size_read(store: BlockingStore, item: tuple[str, memoryview]) -> int | None:

@@ -36,12 +36,14 @@ async def match_and_hold(store: AsyncStore, keys: Sequence[str], hold_s: float, 
         return await store.match_prefix(keys)
 
 
-async def read_exactly(store: AsyncStore, items: Sequence[tuple[str, memoryview]], record: Record) -> list[bool]:
-    """Read blocks, each of which has to fill its buffer. Returns which ones did.
+async def read_exactly(store: AsyncStore, items: Sequence[tuple[str, memoryview]], record: Record) -> list[bool | None]:
+    """Read blocks, each of which has to fill its buffer.
 
-    The contents of the other buffers are undefined. A bad block, with a wrong size or
-    checksum, is deleted, so that it is stored anew. Raises what `get_many_into` raises,
-    except `BufferTooSmall` and `ChecksumMismatch`.
+    Returns True for each block that did, False for one that was bad, and None for one
+    that is missing; the contents of the buffers of these are undefined. A bad block,
+    with a wrong size or checksum, is deleted, so that it is stored anew. A missing one
+    may be there all the same, on a disk or a node that is late. Raises what
+    `get_many_into` raises, except `BufferTooSmall` and `ChecksumMismatch`.
     """
     try:
         sizes: Sequence[int | None] = await store.get_many_into(items)
@@ -57,7 +59,7 @@ async def read_exactly(store: AsyncStore, items: Sequence[tuple[str, memoryview]
     if bad:
         with suppress(DiskFailed):  # which may bring them back when a disk is opened again
             await store.delete(bad)
-    return [size == len(buffer) for (_, buffer), size in zip(items, sizes, strict=True)]
+    return [None if size is None else size == len(buffer) for (_, buffer), size in zip(items, sizes, strict=True)]
 
 
 async def _size_read(store: AsyncStore, item: tuple[str, memoryview]) -> int | None:

@@ -285,6 +285,8 @@ def test_memory_is_given_back_whatever_happens(worker: Worker, server: ServerPro
         got.ref_count_down()
     assert len(leading) == 1
     assert worker.bytes_in_use() == before
+    with blocking.open_store(server.url) as store:  # the block may be late, on a disk or on another node
+        assert store.exists("lmcache/tests/about/" + keys[1].to_string())
 
 
 @pytest.mark.parametrize("size", [17, 100_000])
