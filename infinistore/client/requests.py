@@ -17,7 +17,15 @@ from infinistore.client.memory.views import Kept, Leased, ReservedRoom
 from infinistore.cluster.membership import View
 from infinistore.errors import KeyNotFound, StoreUnavailable
 from infinistore.kept_errors import KeptError
-from infinistore.protocol.messages import BatchRequest, KeyedRequest, ListKeys, StoreRequest
+from infinistore.protocol.messages import (
+    MISSING,
+    BatchRequest,
+    KeyedRequest,
+    ListKeys,
+    Removed,
+    RemovedReply,
+    StoreRequest,
+)
 
 
 def closed(why: str) -> StoreUnavailable:
@@ -276,3 +284,15 @@ class FollowRemovals(StoreRequest[Followed]):
         """Return the request for one node, as if it were all there is."""
         place: Any = self.places.get(node)
         return FollowRemovals({} if place is None else {"": place}, self.wait_s)
+
+    @property
+    def message(self) -> Removed:
+        """What a server by itself is asked."""
+        log, number = self.places.get("", (0, 0))
+        return Removed(log, number, wait_us=int(self.wait_s * 1e6))
+
+
+def followed(reply: RemovedReply) -> Followed:
+    """Return what the reply of a server by itself says."""
+    missed = None if reply.missed == MISSING else reply.missed
+    return Followed({"": (reply.log, reply.number)}, RemovedKeys(reply.keys, missed))

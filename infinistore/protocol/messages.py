@@ -8,7 +8,7 @@ stands before the requests that it answers.
 import enum
 from array import array
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Any, ClassVar, Final, Generic, NamedTuple, NewType, Self, TypeVar, cast
+from typing import Any, ClassVar, Final, Generic, NamedTuple, NewType, NoReturn, Self, TypeVar, cast
 
 import attrs
 from attrs import validators
@@ -647,6 +647,13 @@ class Removed(Request):
     number: int = attrs.field(default=0, validator=_count)
     limit: int = attrs.field(default=10_000, validator=_count)
     wait_us: int = attrs.field(default=0, validator=_count)
+
+    def of_older_server(self) -> NoReturn:
+        """Raise `VersionMismatch`."""
+        raise VersionMismatch(
+            "the server's release does not tell what it removes; ask with exists_many, or install this release there,"
+            " too"
+        )
 
 
 @attrs.frozen

@@ -105,9 +105,9 @@ class Hedge:
         self._asked = list(by_node.values())
         left_s = self._until - self._clock()
         within_s = min(calls.lookup_s, left_s) if isinstance(self._request, Exists) else left_s
-        return [Part(nodes[index].store, self._asking(positions), within_s) for index, positions in by_node.items()]
+        return [Part(nodes[index].store, self._elsewhere(positions), within_s) for index, positions in by_node.items()]
 
-    def _asking(self, positions: Sequence[int]) -> Get | Exists | Lease:
+    def _elsewhere(self, positions: Sequence[int]) -> Get | Exists | Lease:
         """Return the request for other copies, which writes to new memory."""
         if isinstance(self._request, GetInto):
             return Get([self._request.keys[i] for i in positions])

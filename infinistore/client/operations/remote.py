@@ -13,7 +13,7 @@ from infinistore.client.movers.base import Destination, GetPart, Handler, Mover,
 from infinistore.client.movers.channel import Channel, expect
 from infinistore.client.movers.inline import InlineMover
 from infinistore.client.movers.new_blocks import NewBlocks
-from infinistore.client.requests import Batch, Followed, FollowRemovals, RemovedKeys
+from infinistore.client.requests import Batch, Followed, FollowRemovals, followed
 from infinistore.errors import (
     DeviceMemoryUnreachable,
     DiskFailed,
@@ -28,18 +28,15 @@ from infinistore.kept_errors import KeptError
 from infinistore.protocol.codec import pack_u64, statistics_from_tree
 from infinistore.protocol.messages import (
     MISSING,
+    REPLIES,
     BatchRequest,
     CountingRequest,
-    Delete,
-    Evict,
     Exists,
-    Flush,
     Found,
     KeyedRequest,
     Keys,
     KeysReply,
     ListKeys,
-    Mark,
     Matched,
     MatchPrefix,
     MatchPrefixReply,
@@ -48,13 +45,10 @@ from infinistore.protocol.messages import (
     Prefetch,
     Prefetched,
     PrefetchReply,
-    Purge,
     ReleaseHold,
-    Removed,
-    RemovedReply,
     Statistics,
     StatisticsReply,
-    TimesLeft,
+    StoreRequest,
 )
 from infinistore.protocol.versions import Capability
 from infinistore.sizes import in_units
@@ -97,23 +91,20 @@ def check_ttl(channel: Channel, ttl_us: int) -> None:
         )
 
 
-async def removed(channel: Channel, request: FollowRemovals) -> Followed:
-    """Ask which keys were removed."""
-    if Capability.REMOVALS not in channel.connection.peer.capabilities:
-        raise VersionMismatch(
-            "the server's release does not tell what it removes; ask with exists_many, or install this release there,"
-            " too"
-        )
-    log, number = request.places.get("", (0, 0))
-    reply = expect(RemovedReply, await channel.ask(Removed(log, number, wait_us=int(request.wait_s * 1e6))))
-    missed = None if reply.missed == MISSING else reply.missed
-    return Followed({"": (reply.log, reply.number)}, RemovedKeys(reply.keys, missed))
-
-
 _Routes: TypeAlias = Sequence[tuple[Callable[[Any], str], Handler]]
 _NO_CAPACITIES = pack_u64()
 _HOLD_ID = re.compile("[0-9a-f]{1,16}")
 _new = tuple.__new__  # makes a named tuple without the call of a Python function
+
+
+_Carry: TypeAlias = Callable[[Any, Any], Coroutine[Any, Any, Any]]
+
+
+def _of_messages(ask: _Carry, ask_in_parts: _Carry) -> dict[type[Any], _Carry]:
+    """Return what carries out each request that is a message and needs no more than
+    that."""
+    messages = [kind for kind in REPLIES if issubclass(kind, StoreRequest)]
+    return {kind: ask_in_parts if issubclass(kind, CountingRequest | KeyedRequest) else ask for kind in messages}
 
 
 class RemoteOperations:
@@ -482,6 +473,10 @@ class RemoteOperations:
             raise ProtocolError(f"the server answered for {len(result)} of {len(part.keys)} keys")
         return result
 
+    async def follow_removals(self, request: FollowRemovals) -> Followed:
+        """Ask which keys were removed."""
+        return followed(await self.ask(request.message))
+
     async def pin(self, request: Pin) -> Any:
         """Pin keys, or unpin them."""
         if request.ttl_us and Capability.TIMED_PINS not in self._channel.connection.peer.capabilities:
@@ -490,7 +485,8 @@ class RemoteOperations:
             )
         return await self.ask_in_parts(request)
 
-    handlers: ClassVar[Mapping[type[Any], Callable[[Any, Any], Coroutine[Any, Any, Any]]]] = {
+    handlers: ClassVar[Mapping[type[Any], _Carry]] = {
+        **_of_messages(ask, ask_in_parts),
         requests.Put: put,
         requests.PutFromDevice: put_from_device,
         requests.Get: get,
@@ -502,17 +498,11 @@ class RemoteOperations:
         Exists: exists,
         MatchPrefix: match_prefix,
         requests.ReleaseHolds: release_holds,
-        Delete: ask_in_parts,
         Pin: pin,
-        TimesLeft: ask_in_parts,
-        Mark: ask,
-        FollowRemovals: lambda self, request: removed(self._channel, request),
-        Flush: ask_in_parts,
+        FollowRemovals: follow_removals,
         Prefetch: prefetch,
         ListKeys: list_keys,
         requests.ListKeysOfEveryNode: list_keys,
-        Evict: ask,
-        Purge: ask,
         Statistics: statistics,
     }
     """What carries out each kind of request."""
