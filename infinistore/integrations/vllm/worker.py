@@ -469,7 +469,6 @@ class WorkerSide:
             try:
                 read_blocks(self._store, blocks, layer.block_bytes, layer.memory)
             except BlocksMissing as error:
-                self._record.count(missing=len(error.keys))
                 return keys[layer.label].index(error.keys[0])
             self._observed.count(read_bytes=count * layer.block_bytes)
             return count
@@ -482,5 +481,4 @@ class WorkerSide:
             number % count for number, length in enumerate(lengths) if length != layers[number // count].block_bytes
         ]
         self._observed.count(read_bytes=sum(length or 0 for length in lengths))
-        self._record.count(missing=len(wrong))
         return min(wrong, default=count)

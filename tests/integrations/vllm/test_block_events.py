@@ -26,12 +26,6 @@ from .halves import BLOCK_TOKENS, ByHand, MadeRequest, make_cache, make_names, m
 TOKENS = list(range(100, 122))  # five full blocks and two tokens
 
 
-@pytest.fixture
-def store() -> Iterator[blocking.BlockingStore]:
-    with blocking.open_store(pool_bytes=1 << 20, minimal_allocate_bytes=64) as store:
-        yield store
-
-
 def describe(request: MadeRequest, first: int, end: int) -> Run:
     """Block i of a request has the name of its last token."""
     tokens = request.all_token_ids[first * BLOCK_TOKENS : end * BLOCK_TOKENS]

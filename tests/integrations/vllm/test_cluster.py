@@ -1,6 +1,5 @@
 """The connector in a cluster: vLLM's scheduler, both halves, and three servers."""
 
-import importlib.util
 import logging
 from contextlib import ExitStack
 from pathlib import Path
@@ -10,12 +9,9 @@ import pytest
 from tests.cluster_client.clusters import Cluster
 from tests.integrations.owners import Owners
 
-# What vLLM imports warns.
-pytestmark = [
-    pytest.mark.skipif(importlib.util.find_spec("vllm") is None, reason="needs vLLM: make test-integrations"),
-    pytest.mark.filterwarnings("ignore"),
-    pytest.mark.timeout(600),
-]
+from .marks import NEEDS_VLLM
+
+pytestmark = NEEDS_VLLM
 
 BLOCK = 16
 GROUP = 2 * BLOCK

@@ -2,7 +2,6 @@
 late knows what one does who has followed from the start.
 """
 
-import importlib.util
 import threading
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
@@ -20,12 +19,9 @@ from infinistore.integrations.vllm.block_events import StoredBlocks
 from tests.ports import own_ports
 
 from .dumps import following
+from .marks import NEEDS_VLLM
 
-pytestmark = [
-    pytest.mark.skipif(importlib.util.find_spec("vllm") is None, reason="needs vLLM: make test-integrations"),
-    pytest.mark.timeout(300),
-    pytest.mark.filterwarnings("ignore"),  # what vLLM imports warns
-]
+pytestmark = NEEDS_VLLM
 
 BLOCK = 4
 MOST = 100_000

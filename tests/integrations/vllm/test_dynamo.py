@@ -17,6 +17,7 @@ import pytest
 
 from infinistore.integrations.vllm.block_events import BlockEvents, Run
 
+from .marks import NEEDS_VLLM
 from .test_dumps import BLOCK, asking, decoded, numbered, publish, publishing, removed, stored
 
 HELPER = Path(__file__).with_name("dynamo_indexer.py")
@@ -30,12 +31,10 @@ def may_be_alone() -> bool:
 
 
 pytestmark = [
-    pytest.mark.skipif(importlib.util.find_spec("vllm") is None, reason="needs vLLM: make test-integrations"),
+    *NEEDS_VLLM,
     pytest.mark.skipif(importlib.util.find_spec("dynamo") is None, reason="needs Dynamo: make test-integrations"),
     pytest.mark.process,
     pytest.mark.nightly,
-    pytest.mark.timeout(300),
-    pytest.mark.filterwarnings("ignore"),  # what vLLM imports warns
 ]
 Ask = Callable[..., Any]
 Block = tuple[int, int | None, int]

@@ -2,7 +2,6 @@
 knows which blocks are in the store, by the hashes that vLLM has for its own.
 """
 
-import importlib.util
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -19,15 +18,10 @@ from infinistore.integrations.vllm.blocks import Group
 from tests.bad_days.servers import running_server_process
 
 from .dumps import following
+from .marks import NEEDS_VLLM
 from .running import BENCH, Engines, made_prompts, tokens_of, url_of
 
-# What vLLM imports warns.
-pytestmark = [
-    pytest.mark.skipif(importlib.util.find_spec("vllm") is None, reason="needs vLLM: make test-integrations"),
-    pytest.mark.process,
-    pytest.mark.timeout(900),
-    pytest.mark.filterwarnings("ignore"),
-]
+pytestmark = [*NEEDS_VLLM, pytest.mark.process]
 
 BLOCK = 32
 END = 2**64 - 1

@@ -2,7 +2,6 @@
 nothing, and others do.
 """
 
-import importlib.util
 import json
 import logging
 from pathlib import Path
@@ -11,12 +10,9 @@ from typing import Any
 
 import pytest
 
-# What vLLM imports warns.
-pytestmark = [
-    pytest.mark.skipif(importlib.util.find_spec("vllm") is None, reason="needs vLLM: make test-integrations"),
-    pytest.mark.filterwarnings("ignore"),
-    pytest.mark.timeout(300),
-]
+from .marks import NEEDS_VLLM
+
+pytestmark = NEEDS_VLLM
 
 LLAMA = {"model_type": "llama", "hidden_size": 64, "num_attention_heads": 2, "num_hidden_layers": 1}
 LLAMA_4 = {**LLAMA, "model_type": "llama4_text", "num_key_value_heads": 2, "head_dim": 32}

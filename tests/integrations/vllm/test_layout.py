@@ -1,6 +1,5 @@
 """What of a model's KV cache is stored, and what is told of one that cannot be."""
 
-import importlib.util
 from collections.abc import Callable
 from fractions import Fraction
 from types import SimpleNamespace
@@ -11,12 +10,9 @@ import pytest
 from infinistore.errors import ConfigError
 from infinistore.integrations.vllm.settings import ConnectorSettings
 
-# What vLLM imports warns.
-pytestmark = [
-    pytest.mark.skipif(importlib.util.find_spec("vllm") is None, reason="needs vLLM: make test-integrations"),
-    pytest.mark.filterwarnings("ignore"),
-    pytest.mark.timeout(300),
-]
+from .marks import NEEDS_VLLM
+
+pytestmark = NEEDS_VLLM
 
 BLOCK = 16
 

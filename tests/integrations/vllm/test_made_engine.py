@@ -7,7 +7,6 @@ that a block holds what it should.
 """
 
 import copy
-import importlib.util
 import logging
 import random
 import signal
@@ -24,15 +23,12 @@ from infinistore.integrations.internal.prefix_keys import PrefixChain
 from tests.bad_days.servers import ServerProcess, running_server_process
 from tests.integrations.disks import running_server_with_disk
 
+from .marks import NEEDS_VLLM
+
 if TYPE_CHECKING:
     from .made_engine import MadeEngine
 
-# What vLLM imports warns.
-pytestmark = [
-    pytest.mark.skipif(importlib.util.find_spec("vllm") is None, reason="needs vLLM: make test-integrations"),
-    pytest.mark.filterwarnings("ignore"),
-    pytest.mark.timeout(600),
-]
+pytestmark = NEEDS_VLLM
 
 BLOCK = 16
 Open = Callable[..., "MadeEngine"]

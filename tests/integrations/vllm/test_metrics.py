@@ -1,17 +1,11 @@
 """What vLLM's log and its metrics tell of the connector."""
 
-import importlib.util
 from types import SimpleNamespace
 from typing import Any
 
-import pytest
+from .marks import NEEDS_VLLM
 
-# What vLLM imports warns.
-pytestmark = [
-    pytest.mark.skipif(importlib.util.find_spec("vllm") is None, reason="needs vLLM: make test-integrations"),
-    pytest.mark.filterwarnings("ignore"),
-    pytest.mark.timeout(600),
-]
+pytestmark = NEEDS_VLLM
 
 OBSERVED = {"counters": {"hit_tokens": 64, "read_bytes": 4096}, "times": {"look_up": [0.001, 0.003]}}
 

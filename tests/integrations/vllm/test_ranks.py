@@ -2,7 +2,7 @@
 pipeline, and engines whose blocks are cut in different ways.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import pytest
@@ -20,12 +20,6 @@ from .halves import BLOCK_TOKENS, LAYERS, MadeRequest, make_cache, make_names, m
 TOKENS = list(range(100, 122))  # five full blocks and two tokens
 LABELS = layer_labels(LAYERS)
 STAGES = [LAYERS[:2], LAYERS[2:]]
-
-
-@pytest.fixture
-def store() -> Iterator[blocking.BlockingStore]:
-    with blocking.open_store(pool_bytes=1 << 20, minimal_allocate_bytes=64) as store:
-        yield store
 
 
 def stage_group(layers: Sequence[str]) -> Group:

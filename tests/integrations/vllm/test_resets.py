@@ -2,7 +2,6 @@
 a process of its own: `made_engine.py`.
 """
 
-import importlib.util
 import threading
 from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING
@@ -12,15 +11,12 @@ import pytest
 from infinistore import blocking
 from tests.bad_days.servers import ServerProcess
 
+from .marks import NEEDS_VLLM
+
 if TYPE_CHECKING:
     from .made_engine import MadeEngine
 
-# What vLLM imports warns.
-pytestmark = [
-    pytest.mark.skipif(importlib.util.find_spec("vllm") is None, reason="needs vLLM: make test-integrations"),
-    pytest.mark.filterwarnings("ignore"),
-    pytest.mark.timeout(600),
-]
+pytestmark = NEEDS_VLLM
 
 BLOCK = 16
 PROMPT = list(range(100, 100 + 5 * BLOCK + 1))

@@ -2,7 +2,7 @@
 another, whatever their prompts have in common.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from itertools import combinations
 from typing import Any
 
@@ -14,12 +14,6 @@ from .halves import MadeRequest, make_names, make_scheduler
 
 TOKENS = list(range(100, 140))
 SALTS = ("", "alice", "bob", "alice ", "bob@alice")
-
-
-@pytest.fixture
-def store() -> Iterator[blocking.BlockingStore]:
-    with blocking.open_store(pool_bytes=1 << 20, minimal_allocate_bytes=64) as store:
-        yield store
 
 
 def keys_of(store: blocking.BlockingStore, request: Any, extra: Callable[[Any, int, int], bytes]) -> set[str]:

@@ -1,6 +1,5 @@
 """Requests with images that vLLM has no hash of, which are neither read nor saved."""
 
-import importlib.util
 import logging
 from collections.abc import Iterator
 from functools import partial
@@ -14,15 +13,12 @@ from infinistore import blocking
 from infinistore.integrations.internal.prefix_keys import PrefixChain
 from tests.bad_days.servers import ServerProcess
 
+from .marks import NEEDS_VLLM
+
 if TYPE_CHECKING:
     from .made_engine import MadeEngine
 
-# What vLLM imports warns.
-pytestmark = [
-    pytest.mark.skipif(importlib.util.find_spec("vllm") is None, reason="needs vLLM: make test-integrations"),
-    pytest.mark.filterwarnings("ignore"),
-    pytest.mark.timeout(300),
-]
+pytestmark = NEEDS_VLLM
 
 BLOCK = 16
 TOKENS = [5] * 4 + [1999] * 40 + list(range(100, 121))

@@ -4,7 +4,6 @@ engines that differ in any other input of the values in the cache.
 
 import copy
 import dataclasses
-import importlib.util
 import logging
 import shutil
 from collections.abc import Callable
@@ -16,15 +15,12 @@ import pytest
 
 from infinistore.integrations.internal.weights import identity_of_files
 
+from .marks import NEEDS_VLLM
+
 if TYPE_CHECKING:
     from .made_engine import MadeEngine
 
-# What vLLM imports warns.
-pytestmark = [
-    pytest.mark.skipif(importlib.util.find_spec("vllm") is None, reason="needs vLLM: make test-integrations"),
-    pytest.mark.filterwarnings("ignore"),
-    pytest.mark.timeout(300),
-]
+pytestmark = NEEDS_VLLM
 
 Open = Callable[..., "MadeEngine"]
 PROMPT = list(range(2, 50))
