@@ -122,21 +122,6 @@ def test_a_store_that_is_gone_comes_out_at_each_wait(gated: GatedStore) -> None:
                 loader.wait(layer)
 
 
-def test_what_may_be_pending_is_bounded(gated: GatedStore) -> None:
-    stored(gated.inner, 1)
-    target = torch.zeros(4 * BLOCK, dtype=torch.uint8)
-    with LayerLoader(gated, max_pending_bytes=4 * BLOCK, deadline_s=0.001) as loader:  # real time: the gate is closed
-        loader.load(0, target, blocks(0), BLOCK)
-        with pytest.raises(DeadlineExceeded, match="no room"):
-            loader.load(1, torch.zeros_like(target), blocks(0), BLOCK)
-        with pytest.raises(ValueError, match="max_pending_bytes"):
-            loader.load(1, torch.zeros(5 * BLOCK, dtype=torch.uint8), blocks(0, 5), BLOCK)
-        gated.gate.set()
-        loader.wait(layer=0)
-        with pytest.raises(KeyError):
-            loader.wait(layer=1)
-
-
 def test_leaving_gives_up_what_was_not_begun_and_ends_the_thread(gated: GatedStore) -> None:
     stored(gated.inner, 2)
     targets = [torch.zeros(4 * BLOCK, dtype=torch.uint8) for _ in range(2)]

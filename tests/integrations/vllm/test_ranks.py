@@ -162,47 +162,6 @@ def test_a_scheduler_without_groups_has_nothing_to_learn(store: blocking.Blockin
     assert scheduler.loadable_tokens(MadeRequest.of(TOKENS), 0) == 0
 
 
-def test_engines_of_different_windows_or_shards_never_have_a_key_in_common() -> None:
-    prefixes = {
-        make_names(groups=[(64, 0)]).prefix,
-        make_names(groups=[(128, 0)]).prefix,
-        make_names().prefix,
-        *(make_names(shards=shards).prefix for shards in (2, 3, 4)),
-    }
-
-    assert len(prefixes) == 6
-    assert {make_names().announcement.rpartition("/")[0]} == {"vllm-engines/llama"}
-
-
-@pytest.mark.parametrize(
-    ("own", "others"),
-    [
-        ({"shards": 1}, {"shards": 2}),
-        ({"shards": 2}, {"shards": 4}),
-        ({"groups": [(4, 0)]}, {"groups": [(8, 0)]}),
-        ({}, {"groups": [(8, 0)]}),
-        ({"config": "sliding_window=4"}, {"config": "sliding_window=8"}),
-    ],
-)
-def test_an_engine_never_reads_blocks_of_one_with_another_window_or_other_shards(
-    store: blocking.BlockingStore, own: dict[str, Any], others: dict[str, Any]
-) -> None:
-    """With the same model, prompt, hashes and layers, and values of the same size."""
-    one, other = (Engine(store, shards=facts.get("shards", 1), names=make_names(**facts)) for facts in (own, others))
-    other.write()
-    assert one.read() == (0, [])
-    for worker, cache in enumerate(one.caches):
-        for tensor in cache.values():
-            tensor.fill_(worker + 0.5)
-    one.write()
-    assert other.read()[0] == one.read()[0] == 5 * BLOCK_TOKENS
-    for worker, cache in enumerate(one.caches):
-        for tensor in cache.values():
-            assert (tensor[:5] == worker + 0.5).all()
-    one.close()
-    other.close()
-
-
 ENGINES = st.fixed_dictionaries(
     {
         "shards": st.sampled_from([1, 2, 4]),

@@ -68,17 +68,6 @@ def test_a_key_tells_namespace_model_block_shard_and_layer() -> None:
     )
 
 
-def test_another_fact_or_namespace_is_another_name() -> None:
-    prefixes = {
-        make_names().prefix,
-        make_names(dtype="bfloat16").prefix,
-        make_names(dtype="float16").prefix,
-        make_names(namespace="a").prefix,
-    }
-
-    assert len(prefixes) == 4
-
-
 def test_layers_are_called_by_number_where_that_tells_them_apart() -> None:
     assert layer_labels(["layers.0.attn", "layers.10.attn"]) == {"layers.0.attn": "0", "layers.10.attn": "10"}
     assert layer_labels(["layers.0.a", "layers.0.b"]) == {"layers.0.a": "layers.0.a", "layers.0.b": "layers.0.b"}

@@ -174,33 +174,18 @@ class SlowRead:
         monkeypatch.setattr(store, "get_many_into", waiting)
 
 
-def holds_placed(store: blocking.BlockingStore, monkeypatch: pytest.MonkeyPatch) -> threading.Semaphore:
-    """Counts up when a hold has been placed."""
-    placed = threading.Semaphore(0)
-    match = store.match_prefix
-
-    def telling(keys: list[str], hold_s: float = 0) -> blocking.PrefixMatch:
-        try:
-            return match(keys, hold_s)
-        finally:
-            placed.release()
-
-    monkeypatch.setattr(store, "match_prefix", telling)
-    return placed
-
-
 def test_what_waits_for_a_thread_is_held_until_it_is_read(
     store: blocking.BlockingStore, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     source, target = make_cache(1), make_cache(2)
     written(store, source)
-    slow, placed = SlowRead(store, monkeypatch), holds_placed(store, monkeypatch)
-    worker = make_worker(store, target)
+    slow, background = SlowRead(store, monkeypatch), ByHand()
+    worker = make_worker(store, target, background=background)
 
     # Two threads: the first two begin at once.
     others = [Load(name, [Blocks(["none of these is stored"], [0])]) for name in ("one", "two")]
     save(worker, Step(loads=[*others, Load("r", [Blocks(HASHES, TO)])]))
-    placed.acquire()
+    background.run()
     store.evict(0, 0)
     assert store.exists_many(make_names().all_keys(HASHES)) == [True] * 12
 
@@ -265,47 +250,31 @@ def test_what_cannot_be_held_is_read_all_the_same(
     assert caplog.text.count("hold failed") <= 1
 
 
-class Gate:
-    """Holds puts back until it is opened."""
-
-    def __init__(self, store: blocking.BlockingStore, monkeypatch: pytest.MonkeyPatch) -> None:
-        self.open = threading.Event()
-        put = store.put_batch
-
-        def gated(*arguments: Any, **options: Any) -> list[str]:
-            self.open.wait()
-            return put(*arguments, **options)
-
-        monkeypatch.setattr(store, "put_batch", gated)
-
-
 def test_a_finished_request_is_told_as_sent_only_when_its_blocks_are_written(
-    store: blocking.BlockingStore, monkeypatch: pytest.MonkeyPatch
+    store: blocking.BlockingStore, may_write: threading.Event
 ) -> None:
-    gate = Gate(store, monkeypatch)
     worker = make_worker(store, make_cache(1))
     save(worker, SAVE)
     worker.begin(Step())
 
     assert worker.poll(["w", "a request that wrote nothing"]) == (set(), set())
     assert store.keys() == []
-    gate.open.set()
+    may_write.set()
     wait_for(worker, sent="w")
     assert len(store.keys()) == 12
     worker.close()
 
 
 def test_the_blocks_of_a_preempted_request_are_written_before_they_are_taken_away(
-    store: blocking.BlockingStore, monkeypatch: pytest.MonkeyPatch
+    store: blocking.BlockingStore, may_write: threading.Event
 ) -> None:
-    gate = Gate(store, monkeypatch)
     worker = make_worker(store, make_cache(1))
     save(worker, SAVE)
     preempting = threading.Thread(target=worker.begin, args=(Step(preempted={"w"}),))
     preempting.start()
 
     assert store.keys() == []
-    gate.open.set()
+    may_write.set()
     preempting.join()
     assert len(store.keys()) == 12
     assert worker.poll(["w"]) == (set(), set())  # vLLM has forgotten that it wrote
