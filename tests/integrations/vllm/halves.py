@@ -22,12 +22,14 @@ __all__ = [
     "FULL",
     "LAYERS",
     "ByHand",
+    "Engine",
     "MadeRequest",
     "make_cache",
     "make_names",
     "make_scheduler",
     "make_worker",
     "save",
+    "stage_group",
 ]
 
 BLOCK_TOKENS = 4
@@ -116,3 +118,77 @@ def save(worker: WorkerSide, step: Step) -> None:
         worker.save_layer(name)
     worker.start_loads()
     worker.end_saves()
+
+
+def stage_group(layers: Sequence[str]) -> Group:
+    return Group(tuple(layer_labels(LAYERS)[name] for name in layers), BLOCK_TOKENS)
+
+
+class Engine:
+    """A scheduler that knows the first stage's layers, as vLLM's does, and a worker for
+    each stage and shard. Its prompts have five full blocks.
+    """
+
+    def __init__(
+        self,
+        store: BlockingStore,
+        *,
+        shards: int = 1,
+        stages: Sequence[Sequence[str]] = (LAYERS,),
+        **options: Any,
+    ) -> None:
+        self.names = make_names(shards=shards)
+        groups = (stage_group(stages[0]),)
+        self.scheduler: SchedulerSide = make_scheduler(store, self.names, groups=groups, **options)
+        self.scheduler.learn_layers([{0: stage_group(layers).layers} for layers in stages])
+        self.caches = [make_cache(number) for number in range(len(stages) * shards)]
+        self.workers: list[WorkerSide] = [
+            make_worker(
+                store,
+                {name: self.caches[stage * shards + shard][name] for name in layers},
+                self.names,
+                groups=(stage_group(layers),),
+                layers={name: layer_labels(LAYERS)[name] for name in layers},
+                shard=shard,
+            )
+            for stage, layers in enumerate(stages)
+            for shard in range(shards)
+        ]
+
+    def write(self, tokens: Sequence[int]) -> None:
+        """Compute a prompt, and store it."""
+        request = MadeRequest.of(tokens)
+        self.scheduler.loadable_tokens(request, 0)
+        self.step(self.scheduler.plan({"r": len(tokens)}, (), lambda _: (range(5),)))
+        for worker in self.workers:
+            worker.begin(Step())
+            while "r" not in worker.poll(["r"])[0]:
+                pass
+        self.scheduler.finished(request)
+
+    def read(self, tokens: Sequence[int]) -> tuple[int, list[set[int]]]:
+        """Return how many tokens are found, and which blocks each worker cannot
+        read.
+        """
+        request = MadeRequest.of(tokens)
+        found = self.scheduler.loadable_tokens(request, 0)
+        self.scheduler.allocated(request, (range(5),), found)
+        step = self.scheduler.plan({}, (), lambda _: ())
+        self.step(step)
+        failed = []
+        for worker in self.workers if step.loads else ():
+            while "r" not in worker.poll(())[1]:
+                pass
+            failed.append(worker.take_failed_blocks())
+        self.scheduler.finished(request)
+        return found, failed
+
+    def close(self) -> None:
+        for worker in self.workers:
+            worker.close()
+
+    def step(self, step: Step) -> None:
+        for worker in self.workers:
+            worker.begin(step)
+            worker.start_loads()
+            worker.end_saves()

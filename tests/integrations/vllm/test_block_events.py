@@ -17,11 +17,9 @@ from infinistore.errors import StoreUnavailable
 from infinistore.integrations.internal.prefix_keys import PrefixChain
 from infinistore.integrations.internal.record import Record
 from infinistore.integrations.vllm.block_events import BlockEvents, Run, SavedBlocks, Sweeper
-from infinistore.integrations.vllm.blocks import Load, Step
-from infinistore.integrations.vllm.scheduler import SchedulerSide
-from infinistore.integrations.vllm.worker import WorkerSide
+from infinistore.integrations.vllm.blocks import Load
 
-from .halves import BLOCK_TOKENS, ByHand, MadeRequest, make_cache, make_names, make_scheduler, make_worker
+from .halves import BLOCK_TOKENS, ByHand, Engine, MadeRequest, make_cache, make_scheduler, make_worker
 
 TOKENS = list(range(100, 122))  # five full blocks and two tokens
 
@@ -37,20 +35,13 @@ def told(events: BlockEvents) -> list[tuple[str, list[object], object]]:
     return [("stored" if change.tokens else "gone", list(change.names), change.parent) for change in events.take()]
 
 
-class Engine:
-    """A scheduler and the workers of two shards."""
+class Telling(Engine):
+    """An engine of two shards that collects what is to be told."""
 
-    def __init__(self, store: blocking.BlockingStore, events: BlockEvents | None = None, **options: int) -> None:
+    def __init__(self, store: blocking.BlockingStore, events: BlockEvents | None = None) -> None:
         self.background = background = ByHand()
-        self.events = events or BlockEvents(2, describe, **options)
-        names = make_names(shards=2)
-        self.scheduler: SchedulerSide = make_scheduler(
-            store, names, events=self.events, background=background, clock=lambda: background.now
-        )
-        self.workers: list[WorkerSide] = [
-            make_worker(store, make_cache(shard), names, shard=shard) for shard in range(2)
-        ]
-        self.names = names
+        self.events = events or BlockEvents(2, describe)
+        super().__init__(store, shards=2, events=self.events, background=background, clock=lambda: background.now)
 
     def compute(self, tokens: list[int], name: str = "r") -> int:
         """Compute a prompt and store it; return how much was found."""
@@ -73,19 +64,9 @@ class Engine:
             self.background.run()
         return told(self.events)
 
-    def close(self) -> None:
-        """End the workers' threads."""
-        for worker in self.workers:
-            worker.close()
-
-    def step(self, step: Step) -> None:
-        for worker in self.workers:
-            worker.begin(step)
-            worker.end_saves()
-
 
 def test_a_block_is_told_when_every_worker_has_written_it(store: blocking.BlockingStore) -> None:
-    engine = Engine(store)
+    engine = Telling(store)
     request = MadeRequest.of(TOKENS)
     engine.scheduler.loadable_tokens(request, 0)
     engine.step(engine.scheduler.plan({"r": 22}, (), lambda _: (range(5),)))
@@ -111,15 +92,15 @@ def test_what_a_worker_could_not_write_is_not_told(
         return put(batch, *arguments, **options)  # type: ignore[arg-type]
 
     monkeypatch.setattr(store, "put_batch", failing)
-    engine = Engine(store)
+    engine = Telling(store)
     engine.compute(TOKENS)
 
     assert told(engine.events) == []
 
 
 def test_what_a_look_up_finds_or_misses_is_told(store: blocking.BlockingStore) -> None:
-    Engine(store).compute(TOKENS[:14])
-    engine = Engine(store)
+    Telling(store).compute(TOKENS[:14])
+    engine = Telling(store)
 
     assert engine.scheduler.loadable_tokens(MadeRequest.of(TOKENS, "1"), 0) == 12
     assert told(engine.events) == [("stored", [103, 107, 111], None)]
@@ -133,8 +114,8 @@ def test_what_a_look_up_finds_or_misses_is_told(store: blocking.BlockingStore) -
 
 
 def test_what_a_load_misses_is_told(store: blocking.BlockingStore) -> None:
-    Engine(store).compute(TOKENS)
-    engine = Engine(store)
+    Telling(store).compute(TOKENS)
+    engine = Telling(store)
     request = MadeRequest.of(TOKENS)
     engine.scheduler.allocated(request, (range(5),), engine.scheduler.loadable_tokens(request, 0))
     (load,) = engine.scheduler.plan({}, (), lambda _: ()).loads
@@ -147,7 +128,7 @@ def test_what_a_load_misses_is_told(store: blocking.BlockingStore) -> None:
 
 
 def test_a_block_after_others_names_the_one_before_it(store: blocking.BlockingStore) -> None:
-    engine = Engine(store)
+    engine = Telling(store)
     request = MadeRequest.of(TOKENS)
     engine.scheduler.loadable_tokens(request, 0)
     for count in (9, 13):
@@ -161,7 +142,7 @@ def test_a_block_after_others_names_the_one_before_it(store: blocking.BlockingSt
 
 
 def test_after_a_reset_all_that_was_told_is_gone(store: blocking.BlockingStore) -> None:
-    engine = Engine(store)
+    engine = Telling(store)
     engine.compute(TOKENS)
     told(engine.events)
     engine.scheduler.forget()
@@ -172,7 +153,7 @@ def test_after_a_reset_all_that_was_told_is_gone(store: blocking.BlockingStore) 
 
 
 def test_a_sweep_tells_of_evictions_that_no_request_meets(store: blocking.BlockingStore) -> None:
-    engine = Engine(store)
+    engine = Telling(store)
     engine.compute(TOKENS)
     told(engine.events)
     store.delete([key for key in store.keys() if key.split("/")[-3] == hash_of(3)])  # noqa: SIM118
@@ -188,7 +169,7 @@ class SweepsNothing(BlockEvents):
 
 
 def test_what_the_store_removes_is_told_without_a_sweep(store: blocking.BlockingStore) -> None:
-    engine = Engine(store, events=SweepsNothing(2, describe))
+    engine = Telling(store, events=SweepsNothing(2, describe))
     engine.compute(TOKENS)
     told(engine.events)
     layer, *_ = engine.names.layers

@@ -2,7 +2,6 @@
 pipeline, and engines whose blocks are cut in different ways.
 """
 
-from collections.abc import Sequence
 from typing import Any
 
 import pytest
@@ -11,88 +10,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from infinistore import blocking
-from infinistore.integrations.vllm.blocks import BlockNames, Group, Step, block_names, layer_labels
-from infinistore.integrations.vllm.scheduler import SchedulerSide
-from infinistore.integrations.vllm.worker import WorkerSide
+from infinistore.integrations.vllm.blocks import block_names
 
-from .halves import BLOCK_TOKENS, LAYERS, MadeRequest, make_cache, make_names, make_scheduler, make_worker
+from .halves import LAYERS, Engine, MadeRequest, make_scheduler, stage_group
 
 TOKENS = list(range(100, 122))  # five full blocks and two tokens
-LABELS = layer_labels(LAYERS)
 STAGES = [LAYERS[:2], LAYERS[2:]]
-
-
-def stage_group(layers: Sequence[str]) -> Group:
-    return Group(tuple(LABELS[name] for name in layers), BLOCK_TOKENS)
-
-
-class Engine:
-    """A scheduler that knows the first stage's layers, as vLLM's does, and a worker for
-    each stage and shard.
-    """
-
-    def __init__(
-        self,
-        store: blocking.BlockingStore,
-        *,
-        shards: int = 1,
-        stages: Sequence[Sequence[str]] = (LAYERS,),
-        names: BlockNames | None = None,
-    ) -> None:
-        self.names = names or make_names(shards=shards)
-        self.scheduler: SchedulerSide = make_scheduler(store, self.names, groups=(stage_group(stages[0]),))
-        self.scheduler.learn_layers([{0: stage_group(layers).layers} for layers in stages])
-        self.caches = [make_cache(number) for number in range(len(stages) * shards)]
-        self.workers: list[WorkerSide] = [
-            make_worker(
-                store,
-                {name: self.caches[stage * shards + shard][name] for name in layers},
-                self.names,
-                groups=(stage_group(layers),),
-                layers={name: LABELS[name] for name in layers},
-                shard=shard,
-            )
-            for stage, layers in enumerate(stages)
-            for shard in range(shards)
-        ]
-
-    def write(self) -> None:
-        """Compute the prompt, and store it."""
-        request = MadeRequest.of(TOKENS)
-        self.scheduler.loadable_tokens(request, 0)
-        self._step(self.scheduler.plan({"r": len(TOKENS)}, (), lambda _: (range(5),)))
-        for worker in self.workers:
-            worker.begin(Step())
-            while "r" not in worker.poll(["r"])[0]:
-                pass
-        self.scheduler.finished(request)
-
-    def read(self) -> tuple[int, list[set[int]]]:
-        """Return how many tokens are found, and which blocks each worker cannot
-        read.
-        """
-        request = MadeRequest.of(TOKENS)
-        tokens = self.scheduler.loadable_tokens(request, 0)
-        self.scheduler.allocated(request, (range(5),), tokens)
-        step = self.scheduler.plan({}, (), lambda _: ())
-        self._step(step)
-        failed = []
-        for worker in self.workers if step.loads else ():
-            while "r" not in worker.poll(())[1]:
-                pass
-            failed.append(worker.take_failed_blocks())
-        self.scheduler.finished(request)
-        return tokens, failed
-
-    def close(self) -> None:
-        for worker in self.workers:
-            worker.close()
-
-    def _step(self, step: Step) -> None:
-        for worker in self.workers:
-            worker.begin(step)
-            worker.start_loads()
-            worker.end_saves()
 
 
 @pytest.mark.parametrize(
@@ -102,12 +25,12 @@ def test_each_rank_stores_and_reads_its_own_part(
     store: blocking.BlockingStore, shards: int, stages: list[list[str]]
 ) -> None:
     one, other = (Engine(store, shards=shards, stages=stages) for _ in range(2))
-    one.write()
+    one.write(TOKENS)
     for cache in other.caches:
         for layer in cache.values():
             layer.zero_()
 
-    assert other.read() == (20, [set()] * len(one.workers))
+    assert other.read(TOKENS) == (20, [set()] * len(one.workers))
     assert len(store.keys()) == 5 * shards * sum(map(len, stages))
     for number, worker in enumerate(other.workers):
         for name in stages[number // shards]:
@@ -122,13 +45,13 @@ def test_a_block_is_found_only_if_every_stage_and_shard_has_it(
     store: blocking.BlockingStore, layer: str, shard: int
 ) -> None:
     engine = Engine(store, shards=2, stages=STAGES)
-    engine.write()
+    engine.write(TOKENS)
     hashes = [key.split("/")[-3] for key in store.keys() if key.endswith("/0/0")]  # noqa: SIM118 - no mapping
     store.delete([engine.names.key(block, shard, layer) for block in hashes])
 
-    assert engine.read() == (0, [])
-    engine.write()  # what is missing is written again
-    assert engine.read() == (20, [set()] * 4)
+    assert engine.read(TOKENS) == (0, [])
+    engine.write(TOKENS)  # what is missing is written again
+    assert engine.read(TOKENS) == (20, [set()] * 4)
     engine.close()
 
 
@@ -137,20 +60,20 @@ def test_a_scheduler_that_learns_of_no_stages_finds_what_the_first_has(store: bl
     for.
     """
     engine = Engine(store, stages=STAGES)
-    engine.write()
+    engine.write(TOKENS)
     store.delete([key for key in store.keys() if key.endswith("/2")])  # noqa: SIM118 - no mapping
     alone = make_scheduler(store, engine.names, groups=(stage_group(STAGES[0]),))
 
     assert alone.loadable_tokens(MadeRequest.of(TOKENS), 0) == 20
-    assert engine.read() == (0, [])
+    assert engine.read(TOKENS) == (0, [])
     engine.close()
 
 
 def test_pipelines_of_other_lengths_share_blocks(store: blocking.BlockingStore) -> None:
     writer, reader = Engine(store, stages=STAGES), Engine(store)
-    writer.write()
+    writer.write(TOKENS)
 
-    assert reader.read() == (20, [set()])
+    assert reader.read(TOKENS) == (20, [set()])
     writer.close()
     reader.close()
 
