@@ -17,10 +17,10 @@ import ssl
 from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
-from typing import Any, Final, Protocol, cast
+from typing import Any, Final, cast
 
 from infinistore.errors import ConfigError, StoreUnavailable, TlsFailed
-from infinistore.protocol.effects import Span
+from infinistore.protocol.effects import Receive, Send, Span
 
 
 def client_context(ca: Path | None = None, cert: Path | None = None, key: Path | None = None) -> ssl.SSLContext:
@@ -184,8 +184,12 @@ _RECORD_TYPES: Final = range(0x14, 0x18)
 class TlsSession:
     """One end of a connection. `peer` names the other one in errors.
 
-    Call `handshake` until it is done, and send what `take` returns after each call.
-    Then `encrypt` and `decrypt_into`. What the peer sends goes into `room`, and
+    `send` and `receive_into` are exchanges: what they send and receive is ciphertext.
+    The handshake is part of the first of them; until then, one at a time runs. They
+    raise `TlsFailed` if the ends do not agree.
+
+    These call `handshake` until it is done, and send what `take` returns after each
+    call. Then `encrypt` and `decrypt_into`. What the peer sends goes into `room`, and
     `received` says how much.
     """
 
@@ -201,10 +205,47 @@ class TlsSession:
         self._ahead = b""  # decrypted before it was asked for
         self._ended = False
         self._heard = False
+        self.is_sending = False
+        """Whether a record may have been sent in part."""
         self.established = False
         """Whether the handshake is done."""
         self.peer_is_plain = False
         """Whether what came first was not TLS."""
+
+    async def send(self, views: Sequence[memoryview]) -> None:
+        """Send all of these views, in order."""
+        if not self.established:
+            await self._shake_hands()
+        span = Span(views)
+        self.is_sending = True
+        while span.remaining:
+            await Send([self.encrypt(span)])
+        self.is_sending = False
+
+    async def receive_into(self, views: Sequence[memoryview]) -> int:
+        """Wait for at least one byte; 0 is the end of the stream."""
+        if not self.established:
+            await self._shake_hands()
+        while (count := self.decrypt_into(views)) is None:
+            await self._receive(sum(map(len, views)))
+        return count
+
+    async def _receive(self, wanted_bytes: int) -> None:
+        self.received(await Receive([self.room(wanted_bytes)]))
+
+    async def _shake_hands(self) -> None:
+        while True:
+            try:
+                done = self.handshake()
+            except TlsFailed:
+                with suppress(StoreUnavailable):  # the peer learns why, if it still listens
+                    await Send([self.take()])
+                raise
+            if answer := self.take():
+                await Send([answer])
+            if done:
+                return
+            await self._receive(0)
 
     def handshake(self) -> bool:
         """Go on with the handshake; return whether it is done.
@@ -355,27 +396,12 @@ class TlsSession:
         return server_failure(error) if self._is_server else client_failure(error, self._other)
 
 
-class Endpoint(Protocol):
-    """Where a client connects: the `path` of a Unix socket, or a `host`."""
-
-    @property
-    def path(self) -> str:
-        """The socket; empty if there is a host."""
-
-    @property
-    def host(self) -> str:
-        """The name that the certificate must have."""
-
-
 class StreamOverTls:
-    """What the streams over TLS have in common, whatever drives them: each is over
-    another stream, which it owns.
-    """
+    """A stream, whatever drives it, and the session of TLS over it. It owns both."""
 
     def __init__(self, inner: Any, session: TlsSession) -> None:
         self.inner = inner
         self.session = session
-        self._sending = False
 
     @property
     def socket(self) -> socket.socket:
@@ -385,7 +411,7 @@ class StreamOverTls:
 
     def close(self) -> None:
         """Close the stream at once, with the end of TLS if that can be sent."""
-        if not self._sending:
+        if not self.session.is_sending:
             sock = getattr(self.inner, "socket", None)
             if isinstance(sock, socket.socket) and sock.fileno() != -1 and (goodbye := self.session.end()):
                 with suppress(OSError):

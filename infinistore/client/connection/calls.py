@@ -9,6 +9,7 @@ of a deadline.
 import enum
 import math
 from collections.abc import Callable, Sequence
+from functools import partial
 from random import Random
 from typing import Any, Generic, TypeVar
 
@@ -16,7 +17,7 @@ import attrs
 
 from infinistore.client.connection import routing
 from infinistore.client.connection.circuit_breaker import FAILURES_TO_OPEN, CircuitBreaker
-from infinistore.client.connection.effects import ClientStream, Sleep
+from infinistore.client.connection.effects import Call, ClientStream, Sleep
 from infinistore.client.connection.pool import Connection, ConnectionPool
 from infinistore.client.connection.routing import Route, Router
 from infinistore.client.memory.buffers import Registration
@@ -115,6 +116,12 @@ class Calls(Generic[_Stream]):
         self.clock = clock
         self.tls = tls_of_node(address, options.tls)
         """What connections over TCP are encrypted with, if they are."""
+        self.over_tls: Callable[[Call[Any], Attempt], Call[Any]] | None = None
+        """Has a call encrypt what it sends, if TLS is asked for."""
+        if self.tls is not None:
+            from infinistore.client.connection.tls import over_tls  # late: few need it
+
+            self.over_tls = partial(over_tls, self.tls)
         self.is_node = terms is not PLAIN
         """Whether it is one of several, which know by themselves what they are."""
         self.patience_s = terms.patience_s

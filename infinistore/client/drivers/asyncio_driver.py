@@ -293,10 +293,6 @@ class RemoteAsyncioStore(AsyncStore):
             address, options, time.monotonic, environment.random, environment.machine, terms=terms
         )
         self._connect = environment.connect or self._connect_sockets
-        if self.calls.tls is not None:
-            from infinistore.transports.tls.asyncio_stream import over_tls  # late: few need it
-
-            self._connect = over_tls(self._connect, self.calls.tls)
         self.payload_slots = Slots(options.max_connections)
         self.waiting_slots = Slots(WAITING_CONNECTIONS)
         self.lookup_slots = Slots(LOOKUP_CONNECTIONS)
@@ -391,6 +387,8 @@ class RemoteAsyncioStore(AsyncStore):
         """Run a call. A broken stream is raised inside it, so that it can try again."""
         stream: Any = None
         result: Any = None
+        if self.calls.over_tls is not None:
+            call = self.calls.over_tls(call, attempt)
         try:
             effect: CallEffect = call.send(None)
             while True:

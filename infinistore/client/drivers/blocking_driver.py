@@ -651,10 +651,6 @@ class RemoteBlockingStore(BlockingStore):
             address, options, time.monotonic, environment.random, environment.machine, terms=terms
         )
         self._connect = environment.connect or self._connect_sockets
-        if self.calls.tls is not None:
-            from infinistore.transports.tls.blocking_stream import over_tls  # late: few need it
-
-            self._connect = over_tls(self._connect, self.calls.tls)
         self.payload_turns = Turns(options.max_connections)
         self.waiting_turns = Turns(WAITING_CONNECTIONS)
         self.lookup_turns = Turns(LOOKUP_CONNECTIONS)
@@ -761,6 +757,8 @@ class RemoteBlockingStore(BlockingStore):
     def _drive(self, call: Call[_T], attempt: Attempt) -> _T:  # noqa: C901, PLR0912  # one dispatch
         """Run a call. A broken stream is raised inside it, so that it can try again."""
         result: Any = None
+        if self.calls.over_tls is not None:
+            call = self.calls.over_tls(call, attempt)
         try:
             effect: CallEffect = call.send(None)
             while True:

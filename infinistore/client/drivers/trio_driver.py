@@ -307,10 +307,6 @@ class RemoteTrioStore(AsyncStore):
             address, options, trio.current_time, environment.random, environment.machine, terms=terms
         )
         self._connect = environment.connect or self._connect_sockets
-        if self.calls.tls is not None:
-            from infinistore.transports.tls.trio_stream import over_tls  # late: few need it
-
-            self._connect = over_tls(self._connect, self.calls.tls)
         self.payload_slots = trio.Semaphore(options.max_connections)
         self.waiting_slots = trio.Semaphore(WAITING_CONNECTIONS)
         self.lookup_slots = trio.Semaphore(LOOKUP_CONNECTIONS)
@@ -406,6 +402,8 @@ class RemoteTrioStore(AsyncStore):
         """
         result: Any = None
         asked = waited = False
+        if self.calls.over_tls is not None:
+            call = self.calls.over_tls(call, attempt)
         try:
             effect: CallEffect = call.send(None)
             while True:
