@@ -182,7 +182,7 @@ class DiskTier:
         """Called when `jobs` should be called, or `next_deadline` is earlier than it
         was. It may be called often, and from within any call of the core."""
         self.prefetch_skipped_blocks = 0
-        self._clock = clock
+        self.clock = clock
         self._journal = core.journal
         self._journal.on_first = self._has_work
         self._writer = core.open_client("the disks' writer", counted=False)
@@ -198,7 +198,7 @@ class DiskTier:
         self._demotion.on_doubt = self._deletions.outdate
         self._reinsertion = Reinsertion(core)
         self._holds = TierHolds(core, self._reader, self._disks, random or random_module.SystemRandom())
-        self._promotion.on_promoted = lambda keys: self._holds.promoted(keys, self._clock())
+        self._promotion.on_promoted = lambda keys: self._holds.promoted(keys, self.clock())
         self._waits = Waits()
         self._purges: dict[tuple[Disk, int], list[Wait]] = {}
         self._given_up: set[Disk] = set()
@@ -245,7 +245,7 @@ class DiskTier:
 
     def jobs(self) -> list[Job]:
         """Return the jobs to start now, and settle what is late."""
-        now = self._clock()
+        now = self.clock()
         self._follow()
         self._waits.expire(now)
         self._holds.expire(now)
@@ -269,7 +269,7 @@ class DiskTier:
 
     def done(self, results: Sequence[Result]) -> None:
         """Take the results of jobs, in any order."""
-        now = self._clock()
+        now = self.clock()
         self._follow()
         for result in results:
             disk = self._disks.of(result.job.volume)
@@ -284,11 +284,11 @@ class DiskTier:
         has_failure = any(disk.has_failed and disk not in self._given_up for disk in self._disks)
         has_waiting = any(disk.traffic.has_waiting for disk in self._disks)
         if self._has_more or self._journal or has_failure or has_waiting:
-            return self._clock()
+            return self.clock()
         times = [
             self._waits.next_deadline(),
             self._holds.next_deadline(),
-            self._demotion.next_deadline(self._clock()),
+            self._demotion.next_deadline(self.clock()),
             self._next_snapshot if any(disk.has_unsaved for disk in self._disks) else None,
             *(disk.traffic.next_deadline() for disk in self._disks),
         ]
@@ -305,7 +305,7 @@ class DiskTier:
         that are already being read are not read twice.
         """
         deadline = self.last_moment(deadline)
-        found = self._on_disk_only(keys) if self._clock() < deadline else {}
+        found = self._on_disk_only(keys) if self.clock() < deadline else {}
         if not found:
             return None
         self.core.touch(keys)  # else what comes up could evict what is in memory of them
@@ -317,7 +317,7 @@ class DiskTier:
     def last_moment(self, deadline: float) -> float:
         """Return how long a read waits that begins now: until its deadline, and for
         `wait_s` at most."""
-        return min(deadline, self._clock() + self.settings.wait_s)
+        return min(deadline, self.clock() + self.settings.wait_s)
 
     def fitting(self, keys: Sequence[str]) -> int:
         """Count the leading keys to read at a time, if some are on disk only: what they
@@ -334,7 +334,7 @@ class DiskTier:
         found = self._on_disk_only(keys)
         hold_id = 0
         if hold_s is not None:
-            hold_id = self._holds.hold(self._in_memory(keys), found, hold_s, self._clock())
+            hold_id = self._holds.hold(self._in_memory(keys), found, hold_s, self.clock())
         room_bytes = self._promotion.prefetch_room_bytes
         chosen = []
         for key, place in found.items():
@@ -371,13 +371,13 @@ class DiskTier:
         client.check_open()
         match = self.match_prefix(keys)
         held = keys[: match.matched]
-        hold_id = self._holds.hold(self._in_memory(held), self._on_disk_only(held), hold_s, self._clock())
+        hold_id = self._holds.hold(self._in_memory(held), self._on_disk_only(held), hold_s, self.clock())
         return attrs.evolve(match, hold_id=hold_id)
 
     def release_hold(self, hold_id: int) -> bool:
         """End a hold of either kind, the tier's or the core's own; False if there is
         none with this id."""
-        self._holds.expire(self._clock())
+        self._holds.expire(self.clock())
         return self._holds.release(hold_id) or self.core.release_hold(hold_id)
 
     # Writing and removing
@@ -425,7 +425,7 @@ class DiskTier:
         before the pool is closed. `unmet` counts disks that did not end in time.
         """
         if self._closing is None:
-            now = self._clock()
+            now = self.clock()
             self._close_at = now + _WRITING_RATIO * (deadline - now)
             self._follow()
             self._disks.stop_overwriting()

@@ -1,17 +1,21 @@
 """The disks of one store, opened: their volumes, and the runner of their jobs.
 
-A server and an embedded store open their disks here. Each puts a tier on them and
-drives it.
+A server and an embedded store open their disks here, put them below their memory with
+`StoreDisks.below`, and run the jobs.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from random import Random
 
 import attrs
 
+from infinistore.core import StoreCore
 from infinistore.disk.disks import DiskStatistics as OneDisk
-from infinistore.disk.guarded_tier import GuardedTier
+from infinistore.disk.disks import TierStatistics
+from infinistore.disk.settings import TierSettings
+from infinistore.disk.tier import DiskTier
+from infinistore.disk.tiers import Tiers
 from infinistore.disk.volume import Volume
 from infinistore.disk_io.folder import DiskFolder, open_folders
 from infinistore.disk_io.runner import DiskRunner, ThreadRunner
@@ -30,9 +34,14 @@ class StoreDisks:
     folders: Sequence[DiskFolder]
     """The folder of each volume, by number."""
 
-    def statistics(self, tier: GuardedTier) -> DiskTierStatistics:
-        """Return the figures of the tier that was put on these disks."""
-        found = tier.statistics()
+    def below(self, core: StoreCore, *, clock: Callable[[], float], settings: TierSettings, random: Random) -> Tiers:
+        """Put these disks below a store, whose core has a journal and this clock."""
+        tier = DiskTier(core, clock=clock, settings=settings, random=random)
+        for volume in self.volumes:
+            tier.add(volume)
+        return Tiers(core, tier, self._describe)
+
+    def _describe(self, found: TierStatistics) -> DiskTierStatistics:
         names = {field.name for field in attrs.fields(DiskTierStatistics)} - {"disks"}
         return DiskTierStatistics(
             disks=[self._disk_statistics(disk) for disk in found.disks],

@@ -16,7 +16,7 @@ import socket
 from collections.abc import Awaitable, Callable, Iterator, Sequence
 from contextlib import ExitStack, closing, contextmanager
 from functools import partial
-from typing import TYPE_CHECKING, Final, TypeAlias, cast
+from typing import TYPE_CHECKING, Final, TypeAlias
 
 import attrs
 import trio
@@ -29,6 +29,7 @@ from infinistore.core.journal import Journal
 from infinistore.core.limits import CoreLimits
 from infinistore.core.pool import Pool
 from infinistore.core.store import StoreCore
+from infinistore.disk.tiers import Tiers
 from infinistore.disk_settings import DESCRIPTORS_OF_A_DISK
 from infinistore.errors import ConfigError, OutOfMemory
 from infinistore.host import free_huge_pages
@@ -37,6 +38,7 @@ from infinistore.protocol.messages import HelloReply, Shard, shards_to_texts
 from infinistore.secret_files import read_token
 from infinistore.server.budgets import DescriptorBudget, LogBudget
 from infinistore.server.connection import SessionLimits
+from infinistore.server.disk import JOBS_END_S, DiskService, ServerDisks
 from infinistore.server.environment import Environment
 from infinistore.server.listeners import Listeners, ServerAddresses, open_listeners
 from infinistore.server.maintenance import PoolGrowth, evict_periodically
@@ -61,7 +63,6 @@ from infinistore.version import __version__
 if TYPE_CHECKING:
     from infinistore.server.certificates import Certificates
     from infinistore.server.cluster import ClusterService
-    from infinistore.server.disk import DiskService, ServerDisks
     from infinistore.server.management.api import Management
     from infinistore.server.tenancy import Tenancy
 
@@ -169,7 +170,7 @@ async def _run(
                 shards = await environment.meet_shards(listeners.addresses)
                 giving.refuse(shards=bool(shards))
                 addresses = listeners.addresses
-                core, movers, disk, background, tenancy = await _open_stores(
+                core, movers, disks, background, tenancy = await _open_stores(
                     config,
                     policy,
                     addresses,
@@ -188,7 +189,7 @@ async def _run(
                     environment=environment,
                     movers=movers,
                     descriptors=descriptors,
-                    disk=disk,
+                    disks=disks,
                     shards=shards,
                     tls=tls,
                     reloads=reloads,
@@ -241,7 +242,7 @@ async def _open_stores(
     taking: Taking | Kept | None,
     parts: int = 1,
     reserve_descriptors: Callable[[int], None],
-) -> "tuple[StoreCore, Sequence[Mover], ServerDisks | None, Sequence[_Background], Tenancy | None]":
+) -> "tuple[StoreCore, Sequence[Mover], ServerDisks, Sequence[_Background], Tenancy | None]":
     """Make the store, its movers and its disks, what runs beside it, and its tenants.
 
     `resources` closes them. Without tenants, the store is in `pool`. The blocks come
@@ -260,15 +261,14 @@ async def _open_stores(
             )
             tenancy.handed = HandedGroups(tenancy, kept, partial(_journal_of, config))
             background = [] if taking is None else await taking.take(tenancy.handed, resources)
-            disks = None
             if config.disks:
                 from infinistore.server.tenant_disks import open_tenant_disks  # late: it needs numpy
 
                 limits = [one.divided(parts) for one in policy.tenants.limits]
-                disks = await open_tenant_disks(
+                await open_tenant_disks(
                     config, limits, tenancy, environment, resources, reserve_descriptors=reserve_descriptors
                 )
-            return tenancy.whole, tenancy.movers, disks, background, tenancy
+            return tenancy.whole, tenancy.movers, tenancy.disks, background, tenancy
         await _fill_pool(config, pool, environment, taking)
         core = make_core(config, pool, environment)
         movers = await environment.run_in_thread(_make_movers, config, core, addresses, environment, resources)
@@ -292,19 +292,20 @@ def _lost_without_memory(taking: Taking | Kept | None) -> Iterator[None]:
 
 async def open_disks(
     config: ServerConfig, core: StoreCore, environment: Environment, resources: ExitStack
-) -> "DiskService | None":
+) -> ServerDisks:
     """Open the disks that the configuration names; `resources` closes them.
 
     Raises:
         ConfigError: a disk cannot be used. Nothing on it was changed.
     """
     if not config.disks:
-        return None
-    from infinistore.server.disk import JOBS_END_S, DiskService
-
-    disks = await environment.run_in_thread(environment.open_disks, config.disks, environment.random)
-    resources.callback(disks.runner.close, timeout_s=JOBS_END_S)
-    return DiskService(disks, core, config, clock=environment.clock, random=environment.random)
+        return ServerDisks(Tiers(core))
+    opened = await environment.run_in_thread(environment.open_disks, config.disks, environment.random)
+    resources.callback(opened.runner.close, timeout_s=JOBS_END_S)
+    service = DiskService(opened, core, config, environment)
+    disks = ServerDisks(service.tiers)
+    disks.add(service)
+    return disks
 
 
 def make_core(config: ServerConfig, pool: Pool, environment: Environment) -> StoreCore:
@@ -421,7 +422,7 @@ def compose_server(
     environment: Environment,
     movers: Sequence[Mover],
     descriptors: DescriptorBudget,
-    disk: "ServerDisks | None" = None,
+    disks: ServerDisks,
     shards: Sequence[Shard] = (),
     tls: "Certificates | None" = None,
     reloads: Reloads | None = None,
@@ -465,7 +466,7 @@ def compose_server(
         handshakes=handshakes,
         recorder=recorder,
         spinner=spinner,
-        disk=None if disk is None else disk.statistics,
+        disk=disks.statistics,
     )
     if tenancy is not None:
         if problem := why_no_places(len(tenancy), sessions.most):
@@ -475,14 +476,13 @@ def compose_server(
     if giving is not None:
         giving.whole = OneStore(core) if tenancy is None else tenancy.handed
     context = ServerContext(
-        core=core,
+        tiers=disks.whole,
         hello=hello,
         limits=limits,
         statistics=telemetry.tree,
         movers=movers,
         growth=growth,
-        disk=cast("DiskService | None", disk) if tenancy is None else None,  # else each tenant has its own
-        disks=disk,
+        disks=disks,
         recorder=recorder,
         log_budget=log_budget,
         body_budget=environment.make_body_budget(environment.body_budget_bytes),

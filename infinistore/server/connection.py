@@ -18,7 +18,7 @@ from collections.abc import Awaitable, Callable, Sequence
 from contextlib import suppress
 from itertools import count
 from operator import gt, itemgetter
-from typing import TYPE_CHECKING, TypeVar
+from typing import TypeVar
 
 import attrs
 import trio
@@ -28,6 +28,7 @@ from infinistore.core.arena import Arena, create_arena
 from infinistore.core.clients import Client, Hazard, Reservation
 from infinistore.core.clients import Lease as CoreLease
 from infinistore.core.store import StoreCore
+from infinistore.disk.tiers import Tiers
 from infinistore.errors import (
     BufferTooSmall,
     InfiniStoreException,
@@ -58,12 +59,10 @@ from infinistore.protocol.messages import (
 from infinistore.protocol.packed_offsets import pack_offsets
 from infinistore.protocol.server_connection import Received, ServerConnection
 from infinistore.protocol.shared_tables import READER_BYTES, CommitWord, Hazards, TouchLog
+from infinistore.server.disk import settled, time_for_disks_s
 from infinistore.server.maintenance import PoolGrowth
 from infinistore.sizes import in_units
 from infinistore.transports.base import Stream, drive
-
-if TYPE_CHECKING:
-    from infinistore.server.disk import DiskService
 
 _log = logging.getLogger("infinistore.server")
 _T = TypeVar("_T")
@@ -129,13 +128,12 @@ class Conversation:
         self,
         stream: Stream,
         connection: ServerConnection,
-        core: StoreCore,
+        tiers: Tiers,
         client: Client,
         *,
         transport: str,
         limits: SessionLimits,
         growth: PoolGrowth | None,
-        disk: "DiskService | None" = None,
         identity: Identity = DEFAULT_IDENTITY,
     ) -> None:
         self.transport = transport
@@ -143,13 +141,14 @@ class Conversation:
         sets it.
         """
         self.stream = stream
-        self.core = core
+        self.tiers = tiers
+        """The store, with its disks."""
+        self.core = tiers.core
+        """Its memory."""
         self.client = client
         self.limits = limits
         self.traffic = Traffic()
         self.connection = connection
-        self.disk = disk
-        """The disks below the store, if it has any."""
         self.identity = identity
         """Who is at the other end, and what it may do."""
         self.shares_memory = False
@@ -187,24 +186,24 @@ class Conversation:
                         continue
             raise
 
-    async def fetch(self, request: Get | Lease | RdmaGet, received: Received) -> int | None:
-        """Wait for blocks on disk, before `lease`; return how many keys to lease.
+    async def lease(
+        self, request: Get | Lease | RdmaGet, received: Received, *, touch: bool = True, whole: bool = False
+    ) -> CoreLease:
+        """Lease the keys of a request, if every block fits its capacity. Blocks on disk
+        are read first; what is late, fails, or finds no room stays missing. If the pool
+        has no room for all of them, lease the leading ones only, unless `whole`.
 
-        What is late, fails, or finds no room stays missing.
+        `touch` is that of `StoreCore.lease`; a refused request counts as use in any
+        case.
         """
-        if self.disk is None:
-            return None
-        self.core.limits.check_batch(len(request.keys))
-        return await self.disk.fetch(request.keys, received.deadline_us)
-
-    def lease(self, request: Get | Lease | RdmaGet, count: int | None = None, *, touch: bool = True) -> CoreLease:
-        """Lease the keys of a request, or `count` of the leading ones, if every block
-        fits its capacity. `touch` is that of `StoreCore.lease`; a refused request
-        counts as use in any case.
-        """
-        if request.capacities and len(request.capacities) != len(request.keys):
-            raise ProtocolError(f"{len(request.keys)} keys and {len(request.capacities)} capacities")
-        keys = request.keys if count is None else request.keys[:count]
+        keys: Sequence[str] = request.keys
+        tiers = self.tiers
+        if request.capacities and len(request.capacities) != len(keys):
+            raise ProtocolError(f"{len(keys)} keys and {len(request.capacities)} capacities")
+        fitting, waits = tiers.fetch(keys, time_for_disks_s(received.deadline_us))
+        for wait in waits:
+            await settled(wait)
+        keys = keys if whole else fitting
         lease = self.core.lease(self.client, keys, max_bytes=self.limits.max_payload_bytes, touch=touch)
         capacities = request.capacities.tolist()
         if capacities and lease.lengths != capacities and any(map(gt, lease.lengths, capacities)):

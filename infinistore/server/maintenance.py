@@ -24,15 +24,6 @@ _log = logging.getLogger("infinistore.server")
 _SLICE_KEYS = 4096
 
 
-async def purge_incrementally(core: StoreCore) -> int:
-    """Delete the keys that there are now, and return how many. New keys stay."""
-    purged = 0
-    for count in core.purge_in_slices():
-        purged += count
-        await trio.lowlevel.checkpoint()
-    return purged
-
-
 async def list_keys_incrementally(core: StoreCore, prefix: str, limit: int, after: str) -> list[str]:
     """Return one page of the current keys, in code point order."""
     keys = core.all_keys()

@@ -19,7 +19,6 @@ from infinistore.protocol.messages import Hello
 from infinistore.protocol.server_connection import ServerConnection
 from infinistore.server.environment import Environment
 from infinistore.server.listeners import NO_DESCRIPTORS_PAUSE_S, ServerAddresses
-from infinistore.server.maintenance import purge_incrementally
 from infinistore.server.security import AuditLog, Reloads
 from infinistore.server.session.handshake import Handshakes
 from infinistore.server.session.session import ServerContext, Session, SessionRegistry
@@ -32,7 +31,6 @@ from infinistore.transports.sockets.trio_streams import ReadySockets, SocketStre
 
 if TYPE_CHECKING:
     from infinistore.server.certificates import Certificates
-    from infinistore.server.disk import ServerDisks
     from infinistore.server.tenancy import Tenancy
 
 _log = logging.getLogger("infinistore.server")
@@ -102,14 +100,13 @@ class Server:
         """Serve until `drain` is called and the last session is over. Everything else
         ends with it. Connections wait for `before`, which may use the disks.
         """
-        disk = self.context.disks
+        disks = self.context.disks
         async with trio.open_nursery() as background:
             if isinstance(self.policy.audit, AuditLog):
                 background.start_soon(self.policy.audit.run)
             for task in self._background:
                 background.start_soon(task)
-            if disk is not None:
-                background.start_soon(disk.run)
+            background.start_soon(disks.run)
             if self.tenancy is not None:
                 background.start_soon(self.tenancy.run)
             if before is not None:
@@ -135,9 +132,7 @@ class Server:
                 # and goodbyes to connections without a hello.
                 nursery.cancel_scope.cancel()
             self._has_ended = True
-            if disk is not None:
-                within_s = max(LAST_WRITES_S, drain.deadline - trio.current_time())
-                await self._finish(disk, within_s)
+            await disks.finish(max(LAST_WRITES_S, drain.deadline - trio.current_time()))
             background.cancel_scope.cancel()
 
     async def _serve_until_replaced(self, listeners: Sequence[socket.socket], nursery: trio.Nursery) -> bool:
@@ -165,8 +160,7 @@ class Server:
                     giving.fail("a request under way does not end")
                 else:
                     giving.hand_over(self.telemetry.instance, ended)
-            # Disks are closed: to serve on without would forget what they have.
-            if await giving.decide() or (ended is not None and self.context.disks is not None):
+            if await giving.decide() or self.context.disks.closed:
                 self._has_ended = True
                 return True
             self._stays.set()
@@ -203,9 +197,8 @@ class Server:
                 if copy is not None:
                     os.close(copy)
             return None
-        if (disk := self.context.disks) is not None:
-            await self._finish(disk, self.drain_timeout_s)
-            await disk.close()
+        await self.context.disks.finish(self.drain_timeout_s)
+        await self.context.disks.close()
         return [
             Ended(copy, session.touching)
             for copy, session in zip(copies, sessions, strict=True)
@@ -221,23 +214,18 @@ class Server:
         Raises:
             DiskFailed: some of what is on a disk may come back.
         """
-        disk, purged = self.context.disks, 0
+        purged = 0
         while not self._stays.is_set():  # asked again: others have their turn before a wait returns
             await self._stays.wait()
         if not self._has_ended:
             self._purges += 1
             try:
-                purged = await (purge_incrementally(self.core) if disk is None else disk.purge())
+                purged = await self.context.disks.purge()
             finally:
                 self._purges -= 1
         if self._has_ended:
             await trio.sleep_forever()
         return purged
-
-    async def _finish(self, disk: "ServerDisks", within_s: float) -> None:
-        _log.info("writing what only memory has", extra={"at_most_s": round(within_s, 1)})
-        if not await disk.finish(within_s):
-            _log.warning("a disk did not end in time")
 
     def drain(self) -> None:
         """Accept no more connections, let requests under way finish within the drain

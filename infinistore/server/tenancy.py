@@ -14,7 +14,6 @@ from collections.abc import Awaitable, Callable, Iterable, Iterator, Mapping, Se
 from contextlib import ExitStack
 from functools import partial
 from itertools import chain
-from typing import TYPE_CHECKING, Protocol
 
 import attrs
 import trio
@@ -29,11 +28,13 @@ from infinistore.core.pool import Pool
 from infinistore.core.space import EvictionCause
 from infinistore.core.store import StoreCore
 from infinistore.core.tenants import Tenants, TenantStore, why_not_reserved
+from infinistore.disk.tiers import Tiers
 from infinistore.disk_settings import SMALLEST_DISK_BYTES
 from infinistore.errors import ConfigError
 from infinistore.host import free_huge_pages
 from infinistore.protocol.messages import Tree
 from infinistore.server.budgets import Departures, Rates
+from infinistore.server.disk import ServerDisks
 from infinistore.server.environment import Environment
 from infinistore.server.movers.base import Mover
 from infinistore.server.movers.composed import make_movers
@@ -42,9 +43,6 @@ from infinistore.server.take_over.memory import Adopting, Whole
 from infinistore.sizes import in_units
 from infinistore.statistics import DiskTierStatistics, StoreStatistics, TenantStatistics, merged
 from infinistore.tenant_limits import DEFAULT_GROUP, TenantLimits, why_no_places
-
-if TYPE_CHECKING:
-    from infinistore.server.disk import DiskService
 
 _log = logging.getLogger("infinistore.server")
 
@@ -270,26 +268,6 @@ _SLICE_KEYS = 4096
 _SLICE_TENANTS = 16
 
 
-class HasDisks(Protocol):
-    """The disks of tenants."""
-
-    on_end: Callable[[], object]
-    """Called when nothing uses the store of a tenant any more that has gone."""
-
-    def service(self, tenant: str) -> "DiskService | None":
-        """Return the disks of a tenant; None if it has none."""
-
-    async def open_for(self, limits: Iterable[TenantLimits]) -> None:
-        """Open the disks of those tenants that this server has not had yet.
-
-        Raises:
-            ConfigError: a disk cannot be used.
-        """
-
-    def keep(self, limits: Iterable[TenantLimits]) -> None:
-        """End the disks of all but these tenants, and remove their blocks."""
-
-
 @attrs.frozen
 class Group:
     """A trust group: its tenants, which share a pool, and the movers of that pool."""
@@ -325,8 +303,8 @@ class Tenancy:
         self.figures: Callable[[str, StoreCore, bool, DiskTierStatistics | None], Awaitable[Tree]] | None = None
         """Returns what a tenant is told of itself and its store, without or with
         details, and of its disks."""
-        self.disks: HasDisks | None = None
-        """The disks of tenants, if the server has disks."""
+        self.disks = ServerDisks(Tiers(self.whole))
+        """The disks of tenants."""
         self._contexts: dict[str, ServerContext] = {}
         self._rates: dict[str, Rates] = {}
         self._only = OnlyTenants({name: group.writers for name, group in self._groups.items() if group.for_one})
@@ -380,18 +358,17 @@ class Tenancy:
             store, figures = group.tenants.store(limits.tenant), self.figures
             assert figures is not None
 
-            disk = None if self.disks is None else self.disks.service(limits.tenant)
+            tiers = self.disks.tiers(limits.tenant, store)
 
             async def statistics(with_details: bool) -> Tree:
-                return await figures(limits.tenant, store, with_details, None if disk is None else disk.statistics())
+                return await figures(limits.tenant, store, with_details, tiers.statistics())
 
             rates = self._rates.setdefault(limits.tenant, Rates(limits, self._departures))
             found = attrs.evolve(
                 shared,
-                core=store,
+                tiers=tiers,
                 movers=group.movers,
                 statistics=statistics,
-                disk=disk,
                 rates=rates,
             )
             self._contexts[limits.tenant] = found
@@ -408,8 +385,7 @@ class Tenancy:
         self._only.check(wanted)
         for name, group in self._groups.items():
             group.tenants.check(wanted[name])
-        if self.disks is not None:
-            await self.disks.open_for(mine)
+        await self.disks.open_for(mine)
         for name, group in self._groups.items():
             group.tenants.apply(wanted[name])
         self._only.note(wanted)
@@ -422,11 +398,10 @@ class Tenancy:
                 rates.set_limits(now[tenant])
             else:
                 del self._rates[tenant]
-        if self.disks is not None:
-            self.disks.keep(mine)
+        self.disks.keep(mine)
         self._left.set()
 
-    def have(self, disks: HasDisks) -> None:
+    def have(self, disks: ServerDisks) -> None:
         """Use these disks, from before anybody is served."""
         self.disks = disks
         disks.on_end = self.look_who_left

@@ -9,35 +9,26 @@ removed: at the start, or when the tenants file is read again.
 import logging
 from collections.abc import Callable, Iterable
 from contextlib import ExitStack
+from functools import partial
 from typing import Final
 
-import attrs
 import trio
 
 from infinistore.config import ServerConfig
 from infinistore.core.journal import Journal
+from infinistore.disk.tiers import Tiers
 from infinistore.disk_io.folder import TenantFolders
 from infinistore.disk_settings import DESCRIPTORS_OF_A_DISK, DiskPlace
 from infinistore.errors import ConfigError, DeadlineExceeded, DiskFailed, StoreUnavailable
-from infinistore.server.disk import JOBS_END_S, DiskService
+from infinistore.server.disk import JOBS_END_S, NO_DEADLINE_S, DiskService, ServerDisks, settle
 from infinistore.server.environment import Environment
-from infinistore.server.maintenance import purge_incrementally
 from infinistore.server.tenancy import Tenancy, check_disks, disk_parts
-from infinistore.statistics import DiskTierStatistics, merged
 from infinistore.tenant_limits import TenantLimits
 
 _log = logging.getLogger("infinistore.server")
 _MOST_ENDS: Final = 2
 """The disks of how many tenants that are gone end at a time: however many these are,
 and if their disks hang, they leave the threads of the server to others."""
-
-
-@attrs.frozen(eq=False)
-class _Open:
-    """The disks of one tenant."""
-
-    service: DiskService
-    group: str
 
 
 async def open_tenant_disks(
@@ -75,7 +66,7 @@ async def open_tenant_disks(
     return disks
 
 
-class TenantDisks:
+class TenantDisks(ServerDisks):
     """The disks of all tenants that have some."""
 
     def __init__(
@@ -88,6 +79,7 @@ class TenantDisks:
         *,
         reserve_descriptors: Callable[[int], None],
     ) -> None:
+        super().__init__(Tiers(tenancy.whole))
         self._config = config
         self._reserve_descriptors = reserve_descriptors
         self._descriptors_each = len(config.disks) * DESCRIPTORS_OF_A_DISK
@@ -95,19 +87,10 @@ class TenantDisks:
         self._tenancy = tenancy
         self._environment = environment
         self._resources = resources
-        self._open: dict[str, _Open] = {}
+        self._groups: dict[str, str] = {}
+        """The group of each tenant with disks."""
         self._known: set[str] = set()
-        self._to_start: list[DiskService] = []
-        self._to_end: list[tuple[str, DiskService]] = []
         self._ends = trio.CapacityLimiter(_MOST_ENDS)
-        self._changed = trio.Event()
-        self.on_end: Callable[[], object] = _nothing
-        """Called when nothing uses the store of a tenant any more that has gone."""
-
-    def service(self, tenant: str) -> DiskService | None:
-        """Return the disks of a tenant; None if it has none."""
-        found = self._open.get(tenant)
-        return None if found is None else found.service
 
     async def open_for(self, limits: Iterable[TenantLimits]) -> None:
         """Open the disks of those tenants that this server has not had yet.
@@ -147,51 +130,21 @@ class TenantDisks:
         # What was taken over from an earlier process has a journal already.
         store = tenants.add_store(limits, journal) or tenants.all_stores()[limits.tenant]
         assert store.journal is not None, "nobody has used the store of a tenant that this server has not had"
-        service = DiskService(disks, store, self._config, clock=environment.clock, random=environment.random)
-        self._open[limits.tenant] = _Open(service, limits.group)
-        self._to_start.append(service)
-        self._changed.set()
+        self._groups[limits.tenant] = limits.group
+        self.add(DiskService(disks, store, self._config, environment), limits.tenant)
 
     def keep(self, limits: Iterable[TenantLimits]) -> None:
         """Let `run` end the disks of all but these tenants, and remove their blocks."""
-        now = {one.tenant: one for one in limits}
-        for tenant, found in list(self._open.items()):
-            one = now.get(tenant)
-            if one is None or one.group != found.group:
-                del self._open[tenant]
-                self._to_end.append((tenant, found.service))
-        self._changed.set()
-
-    # As one, see `DiskService`
-
-    async def run(self) -> None:
-        """Run the disks of all, until cancelled."""
-        async with trio.open_nursery() as nursery:
-            while True:
-                changed = self._changed = trio.Event()
-                while self._to_start:
-                    nursery.start_soon(self._to_start.pop().run)
-                while self._to_end:
-                    nursery.start_soon(self._end, *self._to_end.pop())
-                await changed.wait()
-
-    async def finish(self, within_s: float) -> bool:
-        """Write what is queued and the marks of a clean end; whether that was done
-        within the time."""
-        done: list[bool] = []
-
-        async def finish(service: DiskService) -> None:
-            done.append(await service.finish(within_s))
-
-        async with trio.open_nursery() as nursery:
-            for found in self._open.values():
-                nursery.start_soon(finish, found.service)
-        return all(done)
+        now = {one.tenant: one.group for one in limits}
+        for tenant, group in list(self._groups.items()):
+            if now.get(tenant) != group:
+                del self._groups[tenant]
+                self._begin(partial(self._end, tenant, self._services.pop(tenant)))
 
     async def close(self) -> None:
         """End `run`, and close the disks."""
-        for found in list(self._open.values()):
-            await found.service.close()
+        await super().close()
+        self.closed = True
         self._folders.close()
 
     async def purge(self) -> int:
@@ -206,22 +159,17 @@ class TenantDisks:
 
         async def purge(tenant: str, service: DiskService) -> None:
             try:
-                counts.append(await service.purge())
+                counts.append(await settle(service.tiers.purge(NO_DEADLINE_S)))
             except (DiskFailed, DeadlineExceeded) as error:
                 failed[tenant] = str(error)
 
         async with trio.open_nursery() as nursery:
-            for tenant, found in list(self._open.items()):
-                nursery.start_soon(purge, tenant, found.service)
-        counts.append(await purge_incrementally(self._tenancy.whole))
+            for tenant, service in list(self._services.items()):
+                nursery.start_soon(purge, tenant, service)
+        counts.append(await super().purge())
         if failed:
             raise DiskFailed(f"of tenants {', '.join(sorted(failed))}: {next(iter(failed.values()))}")
         return sum(counts)
-
-    def statistics(self) -> DiskTierStatistics | None:
-        """Return the figures of all together; None if no tenant has a disk."""
-        found = [one.service.statistics() for one in self._open.values()]
-        return merged(found) if found else None
 
     async def _end(self, tenant: str, service: DiskService) -> None:
         """End the disks of a tenant that is gone, and remove its blocks."""
@@ -245,7 +193,3 @@ class TenantDisks:
             "the blocks of a tenant that is gone are on disk until the next start",
             extra={"tenant": tenant, "problem": problem},
         )
-
-
-def _nothing() -> None:
-    """Tell nobody."""

@@ -12,10 +12,10 @@ import attrs
 import pytest
 
 from infinistore.blocking import BlockingStore
-from infinistore.client.operations import embedded_on_disk
 from infinistore.config import ServerConfig
 from infinistore.disk.demotion import Demotion
 from infinistore.disk.jobs import ReadInto
+from infinistore.disk_io import store_disks
 from infinistore.disk_io.store_disks import StoreDisks, open_disks
 from infinistore.disk_settings import DiskPlace
 from infinistore.errors import ConfigError, DiskFailed, KeyNotFound
@@ -180,7 +180,7 @@ def test_what_is_evicted_while_other_blocks_are_read_is_not_missing(
         faulty.append(FaultyRunner(opened.runner, lambda job: Hang() if hangs and isinstance(job, ReadInto) else None))
         return attrs.evolve(opened, runner=faulty[0])
 
-    monkeypatch.setattr(embedded_on_disk, "open_disks", opening)
+    monkeypatch.setattr(store_disks, "open_disks", opening)
     blocks = blocks_of(2 * POOL_BYTES)
     keys = [min(blocks), max(blocks)]  # on disk, in memory
     config = with_disk(tmp_path / "disk", disk_wait_s=60.0)

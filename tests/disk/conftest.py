@@ -10,10 +10,10 @@ import xxhash
 from infinistore.allocators import create_allocator
 from infinistore.core import CoreLimits, Journal, Pool, StoreCore, Watermarks, create_arena
 from infinistore.disk.format import most_snapshot_bytes
-from infinistore.disk.guarded_tier import Purging
 from infinistore.disk.jobs import Job, Result, Write
 from infinistore.disk.settings import TierSettings
 from infinistore.disk.tier import DiskTier
+from infinistore.disk.tiers import Steps, Tiers
 from infinistore.disk.volume import Volume
 from infinistore.disk.waits import Wait
 from tests.core.conftest import FakeClock
@@ -69,6 +69,10 @@ class Machine:
         self.core.add_arena(create_arena(0, self.pool_bytes))
         self.client = self.core.open_client("a client")
         self.tier = DiskTier(self.core, clock=self.clock, settings=self.settings, random=random.Random(2))
+        self.tiers = Tiers(self.core, self.tier)
+        self.driven: DiskTier | Tiers = self.tier
+        """What gives jobs and takes results; `tiers` hides errors that nobody expects.
+        """
         for disk in self.disks:
             self.tier.add(self.open_volume(disk))
 
@@ -100,11 +104,11 @@ class Machine:
     # Driving
 
     def start_jobs(self) -> None:
-        for job in self.tier.jobs():
+        for job in self.driven.jobs():
             self.disks[job.volume].start([job])
 
     def finish(self, disk: SimulatedDisk, job: Job) -> None:
-        self.tier.done([disk.finish(job)])
+        self.driven.done([disk.finish(job)])
 
     def step(self) -> bool:
         """Start what is to start, and finish all that does not hang; return whether
@@ -113,8 +117,8 @@ class Machine:
         jobs = [(disk, job) for disk in self.disks for job in disk.under_way if not self.stuck(job)]
         self.random.shuffle(jobs)
         results: list[Result] = [disk.finish(job) for disk, job in jobs]
-        self.tier.done(results)
-        deadline = self.tier.next_deadline()
+        self.driven.done(results)
+        deadline = self.driven.next_deadline()
         return bool(results) or (deadline is not None and deadline <= self.clock.now)
 
     def begin_writing(self) -> None:
@@ -130,23 +134,24 @@ class Machine:
         for _ in range(10_000):
             while self.step():
                 pass
-            deadline = self.tier.next_deadline()
+            deadline = self.driven.next_deadline()
             if deadline is None or deadline > end:
                 return
             self.clock.now = max(deadline, self.clock.now)
         raise AssertionError("it does not come to rest")
 
-    def purge(self, deadline: float, meanwhile: Callable[[], object] = lambda: None) -> Purging:
-        """Purge, as far as it gets by then; `meanwhile` comes when the disks are.
-        `check` has to be called."""
-        purging = Purging(self.tier, deadline)
-        self.until(purging.disks)
-        meanwhile()
-        while purging.delete_some():
-            pass
-        for wait in purging.waits:
-            self.until(wait)
-        return purging
+    def take(self, steps: Steps[int], meanwhile: Callable[[], object] = lambda: None) -> int:
+        """Take the steps of a request as a store does, and return its result;
+        `meanwhile` comes after the first wait."""
+        while True:
+            try:
+                wait = next(steps)
+            except StopIteration as end:
+                return int(end.value)
+            if wait is not None:
+                self.until(wait)
+                meanwhile()
+                meanwhile = bool
 
     def until(self, wait: Wait | None) -> Wait:
         """Go on until a wait is settled."""
@@ -155,7 +160,7 @@ class Machine:
             if wait.settled:
                 return wait
             if not self.step() and not wait.settled:
-                deadline = self.tier.next_deadline()
+                deadline = self.driven.next_deadline()
                 assert deadline is not None
                 self.clock.now = max(deadline, self.clock.now)
         raise AssertionError("it is never settled")
@@ -174,7 +179,7 @@ class Machine:
 
     def get(self, *keys: str) -> list[bytes | None]:
         """Read as a server does: want, wait, lease."""
-        wait = self.tier.want(keys, self.clock.now + 100)
+        wait = next(self.tiers.fetch(keys, 100, whole=True)[1], None)
         if wait is not None:
             self.until(wait)
         return self.peek(*keys)

@@ -20,12 +20,11 @@ WRITES = (Write, Flush, Replace, WriteSuperblock)
 
 
 def purge(machine: Machine) -> None:
-    machine.purge(machine.clock.now + 50).check()
+    machine.take(machine.tiers.purge(50.0))
 
 
 def delete(machine: Machine) -> None:
-    deletion = machine.tier.delete([*NAMES, "in memory"], machine.clock.now + 50)
-    machine.until(deletion.wait).check(in_time=True)
+    machine.take(machine.tiers.delete([*NAMES, "in memory"], 50.0))
 
 
 REMOVALS = (purge, delete)

@@ -2,7 +2,6 @@
 
 from collections.abc import Callable
 
-from infinistore.disk.guarded_tier import Fetch
 from infinistore.disk.jobs import ReadInto
 from infinistore.disk.settings import TierSettings
 from tests.disk.conftest import FOREVER, UNIT_BYTES, Machine, content
@@ -13,9 +12,8 @@ MakeMachine = Callable[..., Machine]
 def fetch(machine: Machine, *keys: str, then: Callable[[], object] = lambda: None, most: int = 1) -> int:
     """Read keys, with something else that happens after each wait, up to `most`
     times; return how often it had to wait."""
-    one = Fetch(machine.tier, keys, FOREVER)
     waits = 0
-    while (wait := one.next()) is not None:
+    for wait in machine.tiers.fetch(keys, FOREVER)[1]:
         machine.until(wait)
         waits += 1
         if waits <= most:

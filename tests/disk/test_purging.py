@@ -4,7 +4,6 @@ from collections.abc import Callable
 
 import pytest
 
-from infinistore.disk.guarded_tier import Purging
 from infinistore.disk.settings import TierSettings
 from infinistore.errors import DeadlineExceeded, DiskFailed
 from tests.disk.conftest import FOREVER, Machine, content
@@ -12,11 +11,10 @@ from tests.disk.conftest import FOREVER, Machine, content
 MakeMachine = Callable[..., Machine]
 
 
-def purge(machine: Machine, meanwhile: Callable[[], object] = lambda: None) -> Purging:
-    """Purge as a store does, with something that happens when the disks are purged."""
-    purging = machine.purge(FOREVER, meanwhile)
-    purging.check()
-    return purging
+def purge(machine: Machine, meanwhile: Callable[[], object] = lambda: None, within_s: float = FOREVER) -> int:
+    """Purge as a store does, with something that happens when the disks are purged;
+    return how many keys were in memory."""
+    return machine.take(machine.tiers.purge(within_s), meanwhile)
 
 
 def test_what_is_flushed_and_evicted_during_a_purge_is_gone_after_it(machine: Machine) -> None:
@@ -29,7 +27,7 @@ def test_what_is_flushed_and_evicted_during_a_purge_is_gone_after_it(machine: Ma
 
 def test_what_is_flushed_during_a_purge_does_not_come_back_after_a_crash(machine: Machine) -> None:
     machine.put_names("a", "b")
-    assert purge(machine, lambda: machine.flush("a")).deleted == 2
+    assert purge(machine, lambda: machine.flush("a")) == 2
     machine.restart()
     assert machine.get("a", "b") == [None, None]
 
@@ -51,28 +49,27 @@ def test_what_a_second_use_writes_during_a_purge_does_not_come_back_after_a_cras
 
 def test_new_keys_stay(machine: Machine) -> None:
     machine.put_names("a")
-    purging = purge(machine, lambda: machine.put_names("new"))
-    assert (purging.deleted, machine.get("a", "new")) == (1, [None, content("new")])
+    deleted = purge(machine, lambda: machine.put_names("new"))
+    assert (deleted, machine.get("a", "new")) == (1, [None, content("new")])
 
 
 def test_many_keys_are_deleted_some_at_a_time(make_machine: MakeMachine) -> None:
     machine = make_machine(pool_bytes=2100 * 64, unit_bytes=64)
     for number in range(1500):
         machine.put({f"key {number}": b"a"})
-    purging = Purging(machine.tier, FOREVER)
-    machine.until(purging.disks)
-    assert purging.delete_some()
+    steps = machine.tiers.purge(FOREVER)
+    machine.until(next(steps))
+    assert [next(steps), next(steps)] == [None, None]
     assert len(machine.core) == 1500 - machine.core.limits.max_batch_keys
-    assert not purging.delete_some()
-    assert (len(machine.core), purging.deleted) == (0, 1500)
+    assert machine.take(steps) == 1500
+    assert len(machine.core) == 0
 
 
 def test_a_disk_that_does_not_answer_fails_the_purge_which_is_done_all_the_same(machine: Machine) -> None:
     machine.put_names("a")
     machine.stuck = lambda job: True
-    purging = machine.purge(machine.clock.now + 1)
     with pytest.raises(DeadlineExceeded, match="may be back"):
-        purging.check()
+        purge(machine, within_s=1.0)
     assert machine.peek("a") == [None]
 
 

@@ -56,7 +56,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     },
     # Jobs and decisions; what runs them lies above. numpy is all it needs besides.
     "disk": {"errors", "keys", "sizes", "statistics", "allocators", "core"},
-    "disk_io": {"disk_settings", "errors", "host", "sizes", "statistics", "disk"},
+    "disk_io": {"disk_settings", "errors", "host", "sizes", "statistics", "core", "disk"},
     # Decisions; what reads files and asks sockets lies above.
     "access": {"errors", "settings", "sizes", "tenant_limits"},
     "protocol": {"errors", "keys", "statistics"},
@@ -117,7 +117,7 @@ WITHIN: dict[str, dict[str, set[str]]] = {
     "server": {
         "budgets": set(),
         "certificates": set(),
-        "disk": set(),
+        "disk": {"environment"},
         "listeners": set(),
         "maintenance": set(),
         "recorder": set(),

@@ -272,7 +272,7 @@ async def simulated_server(
     try:
         pool.add_arena(create_arena(0, config.prealloc_bytes))
         core = make_core(config, pool, environment)
-        disk = await open_disks(config, core, environment, resources)
+        disks = await open_disks(config, core, environment, resources)
         descriptors = share_descriptors(config)
         movers = [ShmMover(liveness), RdmaMover(None), InlineMover()]
         server = compose_server(
@@ -283,7 +283,7 @@ async def simulated_server(
             environment=environment,
             movers=movers,
             descriptors=descriptors,
-            disk=disk,
+            disks=disks,
         )
         async with trio.open_nursery() as nursery:
             running = RunningServer(server, nursery.cancel_scope, listener)

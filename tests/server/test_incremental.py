@@ -10,7 +10,8 @@ from infinistore.allocators import create_allocator
 from infinistore.core import Pool, StoreCore, create_arena
 from infinistore.core.limits import CoreLimits
 from infinistore.core.tenants import Tenants
-from infinistore.server.maintenance import purge_incrementally
+from infinistore.disk.tiers import Tiers
+from infinistore.server.disk import settle
 from infinistore.server.tenancy import WholeStore
 from infinistore.tenant_limits import TenantLimits
 
@@ -60,5 +61,5 @@ async def test_a_purge_takes_what_was_there_also_if_others_put_and_read_keys_mea
 
     async with trio.open_nursery() as nursery:
         nursery.start_soon(disturb)
-        assert await purge_incrementally(purged) == OLD
+        assert await settle(Tiers(purged).purge(60.0)) == OLD
     assert sorted(core.all_keys()) == sorted(f"new {number}" for number in range(NEW))

@@ -12,6 +12,7 @@ from trio.testing import MockClock
 from infinistore.allocators import create_allocator
 from infinistore.config import ServerConfig
 from infinistore.core import Pool, StoreCore, create_arena
+from infinistore.disk.tiers import Tiers
 from infinistore.errors import ConfigError, ProtocolError, TransferFailed
 from infinistore.protocol.codec import pack_u64
 from infinistore.protocol.messages import (
@@ -98,7 +99,7 @@ def conversation() -> Iterator[Conversation]:
     stream = listener.connect_stream()
     connection = ServerConnection(max_body_bytes=KIB, max_payload_bytes=KIB)
     client = core.open_client("test")
-    yield Conversation(stream, connection, core, client, transport="tcp", limits=limits, growth=None)
+    yield Conversation(stream, connection, Tiers(core), client, transport="tcp", limits=limits, growth=None)
     stream.close()
     listener.close()
     pool.close()

@@ -34,6 +34,7 @@ from infinistore.server import Server
 from infinistore.server import server as server_module
 from infinistore.server.composition import run_server
 from infinistore.server.connection import Conversation
+from infinistore.server.disk import ServerDisks
 from infinistore.server.session.session import Session
 from infinistore.server.take_over import giving
 from infinistore.server.take_over import taking as taking_module
@@ -467,10 +468,10 @@ async def test_nobody_takes_over_in_the_middle_of_a_purge(
     """It may take long, on a disk that does not answer. The server serves on, and stops
     when it is told to."""
 
-    async def purge(core: object) -> None:
+    async def purge(disks: object) -> None:
         await trio.sleep_forever()
 
-    monkeypatch.setattr(server_module, "purge_incrementally", purge)
+    monkeypatch.setattr(ServerDisks, "purge", purge)
     async with running(config) as (old, old_ended), trio.open_nursery() as nursery:
         nursery.start_soon(old.purge)
         await trio.testing.wait_all_tasks_blocked()

@@ -106,9 +106,7 @@ async def test_what_an_operator_purges_is_gone_from_all_disks(serving: Serving) 
     async with serving(text) as server, store_of(server, "ann") as ann, store_of(server, "cleo") as cleo:
         await put_on_disk(ann, "ann")
         await cleo.put_many(blocks_of("cleo"))
-        disks = server.server.context.disks
-        assert disks is not None
-        assert await disks.purge() == 2 * len(KEYS)
+        assert await server.server.context.disks.purge() == 2 * len(KEYS)
         assert not any(await ann.exists_many(KEYS))
         assert not any(await cleo.exists_many(KEYS))
 

@@ -89,6 +89,7 @@ class SimulatedDisks(Plug):
         self.settings = settings
         self.disks: list[SimulatedDisk] = []
         self._runner: _Runner | None = None
+        self._volumes: list[Volume] = []
         self._are_new = True
         self._is_healed = False
 
@@ -119,8 +120,8 @@ class SimulatedDisks(Plug):
 
         def open_disks(places: Sequence[DiskPlace], chance: random.Random) -> StoreDisks:
             self._runner = _Runner(self, note)
-            volumes = [self.open_volume(disk, chance) for disk in self.disks]
-            return StoreDisks(volumes, self._runner, [_folder(place) for place in places])
+            self._volumes = [self.open_volume(disk, chance) for disk in self.disks]
+            return StoreDisks(self._volumes, self._runner, [_folder(place) for place in places])
 
         for disk in self.disks:
             disk.on_fault = partial(note, disk)
@@ -154,6 +155,15 @@ class SimulatedDisks(Plug):
                 self.world.trace.add(f"disk {disk.number}", "wiped")
                 disk.wipe()
                 disk.faults = DiskFaults() if self._is_healed else DiskFaults(**dict(self.settings.faults))
+
+    def note_losses(self, server: ServerNode) -> None:
+        """Note whether the disks have overwritten or damaged anything."""
+        assert server.server is not None
+        disks = server.server.context.disks.statistics()
+        if disks is not None:
+            life = server.history.lives[-1]
+            life.recycled = any(volume.statistics().recycled_segments for volume in self._volumes)
+            life.damaged_blocks = sum(one.damaged_blocks for one in disks.disks)
 
     def heal(self) -> None:
         """Disks are well and fast, and what hung comes back."""

@@ -217,7 +217,7 @@ class ServerNode:
                 core = tenancy.whole
             if settings.expects_hazards:
                 core.expect_hazards()
-            disk = await open_disks(config, core, environment, resources)
+            disks = await open_disks(config, core, environment, resources)
             listeners = [self.network.listen(self.name, self.name)]
             for plug in plugs:
                 listeners += plug.listeners(self)
@@ -234,7 +234,7 @@ class ServerNode:
                     InlineMover(),
                 ],
                 descriptors=share_descriptors(config),
-                disk=disk,
+                disks=disks,
                 policy=policy,
                 tenancy=tenancy,
             )
@@ -290,10 +290,8 @@ class ServerNode:
         life.dropped = statistics.checksum_drops > 0
         if self.tenants is not None:
             self.tenants.note_losses(self.name, life)
-        if self.server.context.disk is not None:
-            disks = self.server.context.disk.tier.statistics().disks
-            life.recycled = any(one.volume.recycled_segments for one in disks)
-            life.damaged_blocks = sum(one.damaged_blocks for one in disks)
+        for plug in self.world.plugs:
+            plug.note_losses(self)
 
     def _limits(self, config: ServerConfig) -> CoreLimits:
         return CoreLimits(

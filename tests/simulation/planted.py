@@ -193,9 +193,9 @@ PLANTED = [
     ),
     Planted(
         "a delete that does not wait for its tombstone",
-        "infinistore.server.disk",
-        "        await self._settled(deletion.wait)\n",
-        "",
+        "infinistore.disk.tiers",
+        "        yield deletion.wait\n",
+        "        yield None\n",
     ),
     Planted(
         "a record kept after its bytes were overwritten",

@@ -80,6 +80,9 @@ class Plug:
     def crash(self, server: "ServerNode", *, keeps_disk: bool) -> None:
         """A server has crashed; its machine has lost its memory, and perhaps more."""
 
+    def note_losses(self, server: "ServerNode") -> None:
+        """Note what a server has lost, while it runs."""
+
     def heal(self) -> None:
         """Faults are over."""
 

@@ -34,8 +34,7 @@ from infinistore.client.connection.routing import ShardsFound
 from infinistore.client.environment import Environment
 from infinistore.client.memory.buffers import Registration
 from infinistore.client.movers.rdma import StoreRdma
-from infinistore.client.operations.embedded import AwaitDisk, EmbeddedStore
-from infinistore.client.operations.open_embedded import open_embedded
+from infinistore.client.operations.embedded import AwaitDisk, EmbeddedOperations, EmbeddedStore
 from infinistore.client.options import Options, StoreUrl, explained, make_options
 from infinistore.client.store_options import StoreOptions
 from infinistore.client.worker_threads import in_thread
@@ -214,7 +213,7 @@ async def open_store(
     if address is None:
         # Taking the memory of the pool takes a moment, and leaves no thread behind when
         # it is cancelled.
-        embedded = open_embedded(options)
+        embedded = EmbeddedStore(options)
         try:
             yield _EmbeddedAsyncioStore(embedded, options)
         finally:
@@ -255,7 +254,7 @@ class _EmbeddedAsyncioStore(AsyncStore):
     async def _call(self, request: StoreRequest[_T]) -> _T:
         self.embedded.check_usable()
         await asyncio.sleep(0)
-        operations = self.embedded.operations(self.embedded, verify=self.verifies)
+        operations = EmbeddedOperations(self.embedded, verify=self.verifies)
         exchange = operations.handlers[type(request)](operations, request)
         try:
             while True:

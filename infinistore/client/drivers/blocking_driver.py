@@ -45,8 +45,7 @@ from infinistore.client.environment import Environment
 from infinistore.client.memory.buffers import Registration
 from infinistore.client.memory.views import Leased
 from infinistore.client.movers.rdma import StoreRdma
-from infinistore.client.operations.embedded import AwaitDisk, EmbeddedStore
-from infinistore.client.operations.open_embedded import open_embedded
+from infinistore.client.operations.embedded import AwaitDisk, EmbeddedOperations, EmbeddedStore
 from infinistore.client.options import Options, StoreUrl, explained, make_options
 from infinistore.client.store_options import StoreOptions
 from infinistore.cluster.locate import ClusterUrl
@@ -581,7 +580,7 @@ def open_store(
     """
     address, options = make_options(url, given)
     if address is None:
-        embedded = open_embedded(options)
+        embedded = EmbeddedStore(options)
         try:
             yield _EmbeddedBlockingStore(embedded, options)
         finally:
@@ -615,7 +614,7 @@ class _EmbeddedBlockingStore(BlockingStore):
         return self.embedded.mapped_arenas()
 
     def _call(self, request: StoreRequest[_T]) -> _T:
-        operations = self.embedded.operations(self.embedded, verify=self.verifies)
+        operations = EmbeddedOperations(self.embedded, verify=self.verifies)
         exchange = operations.handlers[type(request)](operations, request)
         try:
             while True:

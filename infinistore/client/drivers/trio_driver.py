@@ -38,8 +38,7 @@ from infinistore.client.connection.routing import ShardsFound
 from infinistore.client.environment import Environment
 from infinistore.client.memory.buffers import Registration
 from infinistore.client.movers.rdma import StoreRdma
-from infinistore.client.operations.embedded import AwaitDisk, EmbeddedStore
-from infinistore.client.operations.open_embedded import open_embedded
+from infinistore.client.operations.embedded import AwaitDisk, EmbeddedOperations, EmbeddedStore
 from infinistore.client.options import Options, StoreUrl, explained, make_options
 from infinistore.client.store_options import StoreOptions
 from infinistore.client.worker_threads import in_thread
@@ -215,7 +214,7 @@ async def open_store(
     """
     address, options = make_options(url, given)
     if address is None:
-        embedded = await in_thread(lambda: open_embedded(options))
+        embedded = await in_thread(lambda: EmbeddedStore(options))
         try:
             yield _EmbeddedTrioStore(embedded, options)
         finally:
@@ -255,7 +254,7 @@ class _EmbeddedTrioStore(AsyncStore):
     async def _call(self, request: StoreRequest[_T]) -> _T:
         self.embedded.check_usable()
         await trio.lowlevel.checkpoint()
-        operations = self.embedded.operations(self.embedded, verify=self.verifies)
+        operations = EmbeddedOperations(self.embedded, verify=self.verifies)
         exchange = operations.handlers[type(request)](operations, request)
         try:
             while True:

@@ -5,18 +5,23 @@ Bytes are copied outside the lock, under a pin or into a reservation, so that a 
 copy keeps nobody from looking up a key.
 
 What a call asks of its driver, besides a pause, is to wait for a disk, or for a
-removal.
+removal. A thread starts the jobs of the disks, takes their results, and wakes the calls
+that wait for them; the disks are used under the lock, too.
 """
 
+import os
+import select
+import threading
 import time
-from collections.abc import Callable, Coroutine, Generator, Mapping, Sequence
+from collections.abc import Callable, Coroutine, Generator, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from contextlib import AbstractContextManager
 from functools import partial
 from itertools import compress
 from math import ceil
 from operator import not_
-from typing import Any, ClassVar, NamedTuple, Protocol, TypeVar
+from random import Random, SystemRandom
+from typing import Any, ClassVar, NamedTuple, TypeVar, cast
 
 from xxhash import xxh3_64_intdigest
 
@@ -42,23 +47,16 @@ from infinistore.core.limits import CoreLimits
 from infinistore.core.pool import Pool
 from infinistore.core.removals import MAX_TOLD_KEYS, RemovalLog, Told
 from infinistore.core.store import StoreCore
-from infinistore.errors import BufferTooSmall, ChecksumMismatch
-from infinistore.host import FORKED, let_go_in_child
+from infinistore.disk.settings import TierSettings
+from infinistore.disk.tiers import Steps, Tiers
+from infinistore.disk.waits import Wait
+from infinistore.errors import BufferTooSmall, ChecksumMismatch, StoreUnavailable
+from infinistore.host import FORKED, let_go_in_child, start_thread
 from infinistore.protocol import messages
 from infinistore.protocol.effects import Pause
 from infinistore.protocol.messages import Found, Matched, Prefetched
 from infinistore.sizes import in_units
 from infinistore.statistics import Stats
-
-
-class Disks(Protocol):
-    """The disks of a store, as far as the store itself has to do with them."""
-
-    def close(self) -> None:
-        """Write what waits for them, and end what uses the pool."""
-
-    def let_go(self) -> None:
-        """In a forked child, close what is open."""
 
 
 class AwaitDisk(NamedTuple):
@@ -73,6 +71,14 @@ class AwaitDisk(NamedTuple):
 
     def __await__(self) -> Generator["AwaitDisk", None, None]:
         yield self
+
+
+def future_of(wait: Wait) -> Future[None]:
+    """Return what is done when a wait is settled. Under the lock."""
+    done: Future[None] = Future()
+    done.set_running_or_notify_cancel()  # whoever waits may go, and the result come all the same
+    wait.when_settled(lambda: done.set_result(None))
+    return done
 
 
 async def await_removal(
@@ -101,7 +107,11 @@ async def await_removal(
 
 
 _Buffer = TypeVar("_Buffer", bytearray, memoryview)
+_T = TypeVar("_T")
 _MAX_BATCH_KEYS = 1024 * 1024
+_LAST_WRITES_S = 10.0
+"""How long a store that is closed writes what waits for its disks."""
+_THREADS_END_S = 5.0
 
 
 class _CoreReturns(Returns[Lease | Reservation]):
@@ -120,9 +130,110 @@ class _CoreReturns(Returns[Lease | Reservation]):
         return len(things)
 
 
+class EmbeddedDisks:
+    """The disks of one store, whose core has a journal. Blocking to open and to close.
+
+    Raises:
+        ConfigError: a disk cannot be used. Nothing on it was changed.
+        StoreUnavailable: this process gets no more threads.
+    """
+
+    def __init__(
+        self,
+        options: Options,
+        core: StoreCore,
+        returns: Returns[Any],
+        clock: Callable[[], float],
+        random: Random | None = None,
+    ) -> None:
+        from infinistore.disk_io.store_disks import open_disks  # late: it needs numpy
+
+        random = random or SystemRandom()
+        opened = open_disks(options.disks, random)
+        settings = TierSettings(admission=options.disk_admission, wait_s=options.disk_wait_s)
+        self.tiers = opened.below(core, clock=clock, settings=settings, random=random)
+        """The store and its disks. To be used under the lock of the store."""
+        self._runner = opened.runner
+        self._returns = returns
+        self._clock = clock
+        self._ending = False
+        self._asleep = False
+        self._wake_fd = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
+        self.tiers.when_there_is_work(self._wake)
+        self._thread = threading.Thread(target=self._run, name="infinistore-disks", daemon=True)
+        try:
+            start_thread(self._thread)
+        except StoreUnavailable:
+            self._runner.close(timeout_s=_THREADS_END_S)
+            os.close(self._wake_fd)
+            raise
+
+    def close(self) -> None:
+        """Write what waits for the disks, end all waiting, and unlock the disks.
+
+        Nothing reads or writes the pool afterwards, unless a disk hangs: that memory
+        stays mapped.
+        """
+        with self._returns.lock:
+            finished = future_of(self.tiers.close(_LAST_WRITES_S))
+        finished.result()
+        with self._returns.lock:
+            self._ending = True
+            self._wake()
+        self._thread.join()
+        self._runner.close(timeout_s=_THREADS_END_S)
+        os.close(self._wake_fd)
+
+    def let_go(self) -> None:
+        """In a forked child, which lacks the threads: close the descriptor."""
+        os.close(self._wake_fd)
+
+    def _wake(self) -> None:
+        """Have the thread look at the disks. Under the lock."""
+        if self._asleep:
+            self._asleep = False
+            os.eventfd_write(self._wake_fd, 1)
+
+    def _run(self) -> None:
+        try:
+            self._work()
+        except Exception as error:  # noqa: BLE001 - whatever it is, nobody waits for this thread
+            with self._returns.lock:
+                self.tiers.fail(error)
+        finally:
+            with self._returns.lock:
+                self._ending = True
+                self.tiers.stop()
+
+    def _work(self) -> None:
+        poll = select.poll()
+        poll.register(self._runner.fd, select.POLLIN)
+        poll.register(self._wake_fd, select.POLLIN)
+        tiers, runner = self.tiers, self._runner
+        while not self._ending:
+            results = runner.take()
+            for result in results:  # one at a time: each may take a millisecond, and calls wait for the lock
+                with self._returns.lock:
+                    tiers.done([result])
+            with self._returns.lock:
+                self._asleep = True
+                jobs = tiers.jobs()
+                deadline = tiers.next_deadline()
+            self._returns.flush()
+            runner.submit(jobs)
+            timeout_ms = None if deadline is None else max(0.0, deadline - self._clock()) * 1000
+            if any(fd == self._wake_fd for fd, _ in poll.poll(timeout_ms)):
+                os.eventfd_read(self._wake_fd)
+
+
 class EmbeddedStore:
-    """A core with its pool, for one process. Blocking to make: it takes the memory of
-    the pool.
+    """A core with its pool and its disks, for one process. Blocking to make: it takes
+    the memory of the pool.
+
+    Raises:
+        OutOfMemory: no memory for the pool.
+        ConfigError: a disk cannot be used. Nothing on it was changed.
+        StoreUnavailable: this process gets no more threads, which disks need.
     """
 
     def __init__(self, options: Options, clock: Callable[[], float] = time.monotonic) -> None:
@@ -138,15 +249,22 @@ class EmbeddedStore:
         """Around every call into the core; taken by `with` alone."""
         self.clock = clock
         self.deadline_s = options.deadline_s
-        self.disks: Disks | None = None
-        """The disks below the pool, if there are any; set by who opens the store."""
-        self.operations = EmbeddedOperations
-        """What carries out requests."""
+        self.tiers = Tiers(self.core)
+        """The store, with its disks."""
+        self.disks: EmbeddedDisks | None = None
+        """Runs the disks, if there are any."""
         self._looker: Client | None = None
         self._closed = ""
         self.forked = False
         """Whether this is a forked child, which has to leave it alone."""
         let_go_in_child(self)
+        if options.disk:
+            try:
+                self.disks = EmbeddedDisks(options, self.core, self.returns, clock)
+            except BaseException:
+                self.close()
+                raise
+            self.tiers = self.disks.tiers
 
     def close(self) -> None:
         """Give the memory back as soon as nobody looks at it. With disks, write what
@@ -227,6 +345,28 @@ class EmbeddedOperations:
         self._store.check_usable()
         return self._store.core
 
+    @property
+    def _tiers(self) -> Tiers:
+        """As `_core`, with the disks."""
+        self._store.check_usable()
+        return self._store.tiers
+
+    async def _settle(self, steps: Steps[_T]) -> _T:
+        """Take the steps of a request, each under the lock, and wait where they
+        wait."""
+        wait: Wait | None = None
+        while True:
+            with self._lock:
+                if wait is None:
+                    self._store.check_usable()
+                try:
+                    wait = next(steps)
+                except StopIteration as end:
+                    return cast("_T", end.value)
+                done = None if wait is None or wait.settled else future_of(wait)
+            if done is not None:
+                await AwaitDisk(done)
+
     async def put(self, request: requests.Put) -> list[str]:
         """Put the batch; return the keys that were skipped because they were there."""
         batch, replace, ttl_us = request.batch, request.replace, request.ttl_us
@@ -261,12 +401,11 @@ class EmbeddedOperations:
 
     async def get(self, request: requests.Get) -> list[bytearray | None]:
         """Read the batch into memory of its own; None for what is missing."""
-        keys = request.keys
 
-        def room(lease: Lease) -> list[bytearray | None]:
+        def room(lease: Lease, first: int) -> list[bytearray | None]:
             return [bytearray(length) if length else None for length in lease.lengths]
 
-        return await self._read(keys, room)
+        return await self._read(request.keys, room)
 
     async def get_into(self, request: requests.GetInto) -> list[int | None]:
         """Read the batch into the caller's memory; return the stored lengths, None for
@@ -274,57 +413,75 @@ class EmbeddedOperations:
         """
         batch, all_or_nothing = request.batch, request.all_or_nothing
 
-        def room(lease: Lease) -> list[memoryview | None]:
-            for key, view, length in zip(*batch, lease.lengths, strict=True):
+        def room(lease: Lease, first: int) -> list[memoryview | None]:
+            keys, views = batch
+            if len(lease.lengths) < len(keys):
+                part = slice(first, first + len(lease.lengths))
+                keys, views = keys[part], views[part]
+            for key, view, length in zip(keys, views, lease.lengths, strict=True):
                 if length > len(view):
                     raise BufferTooSmall(f"{key[:100]!r} has {in_units(length)}, its buffer {in_units(len(view))}")
             if all_or_nothing:
-                check_all_there(batch.keys, lease.entries)
-            return [view[:length] if length else None for view, length in zip(batch.views, lease.lengths, strict=True)]
+                check_all_there(keys, lease.entries)
+            return [view[:length] if length else None for view, length in zip(views, lease.lengths, strict=True)]
 
-        filled = await self._read(batch.keys, room)
+        filled = await self._read(batch.keys, room, all_or_nothing=all_or_nothing)
         return [None if view is None else len(view) for view in filled]
 
-    async def _read(self, keys: Sequence[str], room: Callable[[Lease], list[_Buffer | None]]) -> list[_Buffer | None]:
+    async def _read(
+        self,
+        keys: Sequence[str],
+        room: Callable[[Lease, int], list[_Buffer | None]],
+        *,
+        all_or_nothing: bool = False,
+    ) -> list[_Buffer | None]:
         """Copy leased blocks into the buffers that `room` finds for them, and check
-        them there.
-        """
-        to_wait_for = self._reading(keys)
-        taken: tuple[Lease, list[memoryview | None]] | None = None
-        while taken is None:
-            with self._lock:
-                wait = to_wait_for and to_wait_for()
-                if wait is None:
-                    lease = self._core.lease(self._client, keys)
-                    taken = lease, lease.views
-            if wait is not None:
-                await wait
-        lease, views = taken
-        try:
-            buffers = room(lease)
-            bad: list[str] = []
-            copied = 0
-            for key, buffer, view, checksum in zip(keys, buffers, views, lease.checksums, strict=True):
-                if buffer is None or view is None:
-                    continue
-                memoryview(buffer)[:] = view
-                if self._verify and checksum != NO_CHECKSUM and xxh3_64_intdigest(buffer) != checksum:
-                    bad.append(key)
-                copied += len(view)
-                if copied >= PAUSE_BYTES:
-                    copied = 0
-                    await Pause()
-        finally:
-            with self._lock:
-                self._store.core.release(lease)
-        self._report(bad, len(keys))
-        return buffers
+        them there. If the pool has no room for all that is on disk, do so in parts:
+        `room` gets the lease of one, and the position of its first key.
 
-    def _reading(self, keys: Sequence[str]) -> Callable[[], AwaitDisk | None] | None:
-        """Return what says, under the lock, what to wait for before these keys are
-        leased; None without disks.
+        With `all_or_nothing`, nothing is read from disk if a key is missing.
         """
-        return None
+        found: list[_Buffer | None] = []
+        while True:
+            part = keys[len(found) :] if found else keys
+            waits: Iterator[Wait] | None = None
+            taken: tuple[Lease, list[memoryview | None]] | None = None
+            while taken is None:
+                with self._lock:
+                    tiers = self._tiers
+                    if waits is None:
+                        part, waits = tiers.fetch(part, self._store.deadline_s)
+                    wait = next(waits, None)
+                    if all_or_nothing and (wait is not None or len(part) < len(keys)):
+                        check_all_there(keys, [there or None for there in tiers.exists(keys)])
+                    if wait is None:
+                        lease = tiers.core.lease(self._client, part)
+                        taken = lease, lease.views
+                    done = None if wait is None else future_of(wait)
+                if done is not None:
+                    await AwaitDisk(done)
+            lease, views = taken
+            try:
+                buffers = room(lease, len(found))
+                bad: list[str] = []
+                copied = 0
+                for key, buffer, view, checksum in zip(part, buffers, views, lease.checksums, strict=True):
+                    if buffer is None or view is None:
+                        continue
+                    memoryview(buffer)[:] = view
+                    if self._verify and checksum != NO_CHECKSUM and xxh3_64_intdigest(buffer) != checksum:
+                        bad.append(key)
+                    copied += len(view)
+                    if copied >= PAUSE_BYTES:
+                        copied = 0
+                        await Pause()
+            finally:
+                with self._lock:
+                    self._store.core.release(lease)
+            self._report(bad, len(part))
+            found += buffers
+            if len(found) == len(keys):
+                return found
 
     def _report(self, bad: list[str], count: int) -> None:
         """If blocks are not what was written, forget those that are bad in the pool,
@@ -339,17 +496,20 @@ class EmbeddedOperations:
     async def lease(self, request: requests.Lease) -> Leased:
         """Pin the batch, and return views of the pool."""
         keys, verify = request.keys, request.verify
-        to_wait_for = self._reading(keys)
+
+        _, waits = self._store.tiers.fetch(keys, self._store.deadline_s, whole=True)
         taken: tuple[Lease, Watch, list[memoryview]] | None = None
         while taken is None:
             with self._lock:
-                wait = to_wait_for and to_wait_for()
+                core = self._core
+                wait = next(waits, None)
                 if wait is None:
-                    lease = self._core.lease(self._store.looker, keys)
+                    lease = core.lease(self._store.looker, keys)
                     watch = Watch(self._store.returns, lease)
                     taken = lease, watch, views_at(watch, self._store.arena, lease.extents, writable=False)
-            if wait is not None:
-                await wait
+                done = None if wait is None else future_of(wait)
+            if done is not None:
+                await AwaitDisk(done)
         lease, watch, present = taken
         found = iter(present)
         views = [None if entry is None else next(found) for entry in lease.entries]
@@ -383,29 +543,26 @@ class EmbeddedOperations:
     async def exists(self, request: messages.Exists) -> Found:
         """Ask which keys are there."""
         with self._lock:
-            return Found(map(bool, self._core.exists(request.keys)))
+            where = self._tiers.exists(request.keys)
+        return Found.partly_on_disk(map(bool, where), where.count(2))
 
     async def match_prefix(self, request: messages.MatchPrefix) -> Matched:
         """Count the leading keys that are there."""
         keys, hold_s = request.keys, request.hold_us / 1e6
         with self._lock:
-            if not hold_s:
-                return Matched(self._core.match_prefix(keys))
-            matched, hold = self._core.hold_prefix(self._client, keys, hold_s)
-            return Matched(matched, hold_token(hold))
+            tiers = self._tiers
+            match = tiers.hold_prefix(self._client, keys, hold_s) if hold_s else tiers.match_prefix(keys)
+        return Matched(match.matched, hold_token(match.hold_id), match.matched - match.in_memory)
 
     async def flush(self, request: messages.Flush) -> int:
-        """Return how many keys have a durable block: none, without a disk."""
-        self._store.check_usable()
-        return 0
+        """Make blocks durable; return how many keys have a durable one."""
+        return await self._settle(self._store.tiers.flush(request.keys, self._store.deadline_s))
 
     async def prefetch(self, request: messages.Prefetch) -> Prefetched:
-        """Hold what is there, if that is wanted. Nothing has to be read."""
-        if not request.hold_us:
-            self._store.check_usable()
-            return Prefetched(0)
-        held = await self.match_prefix(messages.MatchPrefix(request.keys, request.hold_us))
-        return Prefetched(0, hold=held.hold)
+        """Have blocks read ahead."""
+        with self._lock:
+            ahead = self._tiers.prefetch(self._client, request.keys, request.hold_us / 1e6)
+        return Prefetched(ahead.reading, ahead.skipped, hold_token(ahead.hold_id))
 
     async def release_hold(self, request: requests.ReleaseHolds) -> bool:
         """End a hold; False if it has ended, or if it was a server's."""
@@ -414,15 +571,11 @@ class EmbeddedOperations:
         except ValueError:
             return False
         with self._lock:
-            return self._release_hold(hold_id)
-
-    def _release_hold(self, hold_id: int) -> bool:
-        return self._core.release_hold(hold_id)
+            return self._tiers.release_hold(hold_id)
 
     async def delete(self, request: messages.Delete) -> int:
         """Delete keys; return how many were there."""
-        with self._lock:
-            return self._core.delete(request.keys)
+        return await self._settle(self._store.tiers.delete(request.keys, self._store.deadline_s))
 
     async def pin(self, request: messages.Pin) -> list[bool]:
         """Pin keys, or unpin them."""
@@ -441,8 +594,8 @@ class EmbeddedOperations:
         return await await_removal(self._lock, self._core.removal_log, self._told, request)
 
     def _told(self, place: tuple[int, int]) -> Told:
-        core = self._core
-        return core.removal_log.told(place, MAX_TOLD_KEYS, core.index.contains_many)
+        tiers = self._tiers
+        return tiers.core.removal_log.told(place, MAX_TOLD_KEYS, tiers.exists)
 
     async def list_keys(self, request: messages.ListKeys) -> list[str]:
         """One page of keys, in code point order."""
@@ -455,14 +608,15 @@ class EmbeddedOperations:
             return self._core.evict(request.low, request.high)
 
     async def purge(self, request: messages.Purge) -> int:
-        """Delete everything; return how many keys there were."""
-        with self._lock:
-            return self._core.purge()
+        """Delete everything; return how many keys there were in memory."""
+        return await self._settle(self._store.tiers.purge(self._store.deadline_s))
 
     async def statistics(self, request: messages.Statistics) -> Stats:
-        """The statistics of the store; the details are a server's."""
+        """The statistics of the store and its disks; the details are a server's."""
         with self._lock:
-            return Stats("embedded", "no URL was given: the store is in this process", self._core.statistics())
+            tiers = self._tiers
+            why = "no URL was given: the store is in this process"
+            return Stats("embedded", why, tiers.core.statistics(), disk=tiers.statistics())
 
     handlers: ClassVar[Mapping[type[Any], Callable[[Any, Any], Coroutine[Any, Any, Any]]]] = {
         requests.Put: put,

@@ -250,7 +250,7 @@ class Management:
             writes = request.method == "POST"
             checks = await check_transports(addresses, token, tls=server.tls, writes=writes)
             disks = None
-            if writes and server.context.disk is not None:
+            if writes and server.context.tiers.statistics() is not None:
                 disks = await check_disks(addresses, token, server.core.evict_keys, tls=server.tls)
         finally:
             self._testing = False

@@ -110,12 +110,15 @@ class _InlineConnection(ConnectionMover):
         return self._connection.begin_reply(_STORED if stored else _KEPT)
 
     def _get_single(self, get: Get, received: Received, at_once: bool) -> Sequence[memoryview] | None:
-        """Read one block that needs no pin: it is sent at once, or copied."""
+        """Read one block that needs no pin: it is sent at once, or copied. One that has
+        to be read from disk takes the way of batches."""
         conversation = self._conversation
-        if len(get.keys) != 1 or len(get.capacities) > 1 or conversation.disk is not None:
+        if len(get.keys) != 1 or len(get.capacities) > 1:
             return None
         singles, key = self._core.singles, get.keys[0]
         entry = singles.find(conversation.client, key)
+        if entry is None and conversation.tiers.exists(get.keys) == b"\2":
+            return None
         length = 0 if entry is None else length_of(entry)
         if length > (READ_AHEAD_BYTES if at_once else JOINED_BYTES):
             return None
@@ -133,8 +136,7 @@ class _InlineConnection(ConnectionMover):
     async def _get(self, get: Get, received: Received) -> None:
         """Send the blocks straight from the pool, and pin them meanwhile."""
         conversation = self._conversation
-        count = None if conversation.disk is None else await conversation.fetch(get, received)
-        lease = conversation.lease(get, count)
+        lease = await conversation.lease(get, received)
         try:
             sizes = [size or MISSING for size in lease.lengths]  # no value is empty: a length of 0 says there is none
             checksums = lease.checksums if get.checksums else ()

@@ -335,10 +335,9 @@ class _RdmaConnection(ConnectionMover):
         if packs and len(get.addresses) != 1:
             raise ProtocolError(f"an RdmaGet into one span, with {len(get.addresses)} addresses")
         remote = _remote_placement(get.addresses, get.remote_keys)
-        count = None if conversation.disk is None else await conversation.fetch(get, received)
-        if packs and Capability.DISK not in conversation.connection.peer.capabilities:
-            count = None  # clients of the last release take no lease for a part of a batch
-        lease = conversation.lease(get, count)
+        # Clients of the last release take no lease for a part of a batch.
+        whole = packs and Capability.DISK not in conversation.connection.peer.capabilities
+        lease = await conversation.lease(get, received, whole=whole)
         keeps = False
         try:
             lengths = lease.lengths

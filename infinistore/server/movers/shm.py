@@ -249,8 +249,7 @@ class _ShmConnection(ConnectionMover):
         """
         self._holdings.begin_lease()
         conversation = self._conversation
-        count = None if conversation.disk is None else await conversation.fetch(request, received)
-        lease = conversation.lease(request, count, touch=False)
+        lease = await conversation.lease(request, received, touch=False)
         lengths = lease.lengths
         total = sum(lengths)
         sizes = pack_u64(lengths if all(lengths) else [length or MISSING for length in lengths])

@@ -125,7 +125,8 @@ class Receiving:
             self._body = None
 
 
-_OF_ONE_KEY = ExistsReply(b"\0"), ExistsReply(b"\1")
+_OF_ONE_KEY = ExistsReply(b"\0"), ExistsReply(b"\1"), ExistsReply(b"\1", 1)
+_IN_STORE = bytes.maketrans(b"\2", b"\1")
 
 
 class AnswersAtOnce:
@@ -150,7 +151,7 @@ class AnswersAtOnce:
         found: dict[type[Message], QuickHandler] = {}
         for mover in movers:
             found |= {kind: one for kind, one in mover.quick.items() if handlers[kind] == mover.handlers[kind]}
-        return found if self._conversation.disk is not None else found | {Exists: self._exists}
+        return found | {Exists: self._exists}
 
     def answer(self, received: Received, stream: ReactingStream) -> bool:
         """Answer a request; False if the session is to do that, or to end it."""
@@ -209,9 +210,13 @@ class AnswersAtOnce:
         return begun
 
     def _exists(self, request: Exists, received: Received, at_once: bool) -> Sequence[memoryview]:
-        core = self._conversation.core
-        present = core.exists(request.keys)
+        tiers = self._conversation.tiers
+        where = tiers.exists(request.keys)
         if request.touch:
-            core.touch(list(compress(request.keys, present)))
-        reply = ExistsReply(present) if len(present) != 1 else _OF_ONE_KEY[present[0]]
+            tiers.core.touch(list(compress(request.keys, where)))
+        if len(where) == 1:
+            reply = _OF_ONE_KEY[where[0]]
+        else:
+            on_disk = where.count(2)
+            reply = ExistsReply(where.translate(_IN_STORE) if on_disk else where, on_disk)
         return self._conversation.connection.begin_reply(reply)

@@ -7,20 +7,18 @@ requests: a wait is bounded by what the client asks for, by its deadline, and by
 `MAX_WAIT_S`. A key is told if it is nowhere when the answer is made: one that has left
 memory and is on disk is there, and so is one that was put again.
 
-A server with disks answers some otherwise than one without: with what both tiers have.
-It waits for disks where it must: `Delete` and `Purge` until no crash can bring a key
-back, `Flush` until blocks are durable.
+Answers are those of both tiers, and wait for disks where they must: `Delete` and
+`Purge` until no crash can bring a key back, `Flush` until blocks are durable.
 """
 
 import math
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from functools import partial
-from typing import TYPE_CHECKING, Any, Final
+from typing import Any, Final
 
 import trio
 
 from infinistore.access.identity import ALL_ROLES, Identity, Proof, Role
-from infinistore.core.clients import Client
 from infinistore.core.removals import MAX_TOLD_KEYS
 from infinistore.core.store import StoreCore
 from infinistore.errors import InfiniStoreException, LimitExceeded, PermissionDenied
@@ -32,15 +30,11 @@ from infinistore.protocol.messages import (
     CountReply,
     Delete,
     Evict,
-    Exists,
-    ExistsReply,
     Flush,
     Keys,
     KeysReply,
     ListKeys,
     Mark,
-    MatchPrefix,
-    MatchPrefixReply,
     Message,
     Pin,
     PinReply,
@@ -58,12 +52,9 @@ from infinistore.protocol.messages import (
 )
 from infinistore.protocol.server_connection import Received
 from infinistore.server.connection import Conversation, Holdings
-from infinistore.server.maintenance import evict_incrementally, list_keys_incrementally, purge_incrementally
+from infinistore.server.disk import settle, time_for_disks_s
+from infinistore.server.maintenance import evict_incrementally, list_keys_incrementally
 from infinistore.server.movers.base import ConnectionMover, Handler, Mover
-
-if TYPE_CHECKING:
-    from infinistore.server.disk import DiskService
-
 
 MAX_WAIT_S = 10.0
 """How long one request waits at most. A client that has left is noticed then."""
@@ -102,12 +93,9 @@ class RemovalWaits:
 
     def _look(self, request: Removed) -> RemovedReply:
         core = self._core
-        index = core.index  # which ends the keys whose time is over
-        disk = self._conversation.disk
+        core.commit_written()  # which ends the keys whose time is over
         most = min(request.limit, MAX_TOLD_KEYS, core.limits.max_batch_keys)
-        told = core.removal_log.told(
-            (request.log, request.number), most, index.contains_many if disk is None else disk.exists
-        )
+        told = core.removal_log.told((request.log, request.number), most, self._conversation.tiers.exists)
         return RemovedReply(*told.place, Keys(told.keys), MISSING if told.missed is None else told.missed)
 
     async def _wait(self, until: float) -> bool:
@@ -250,55 +238,58 @@ MAX_PAGE_KEYS = 10_000
 """The most keys in one reply; clients ask for the next page."""
 
 
-async def _release_hold(request: ReleaseHold, core: StoreCore, client: Client) -> Reply:
-    return CountReply(int(core.release_hold(request.hold)))
+async def _release_hold(request: ReleaseHold, conversation: Conversation, received: Received) -> Reply:
+    return CountReply(int(conversation.tiers.release_hold(request.hold)))
 
 
-async def _delete(request: Delete, core: StoreCore, client: Client) -> Reply:
-    return CountReply(core.delete(request.keys))
+async def _delete(request: Delete, conversation: Conversation, received: Received) -> Reply:
+    return CountReply(await settle(conversation.tiers.delete(request.keys, time_for_disks_s(received.deadline_us))))
 
 
-async def _flush(request: Flush, core: StoreCore, client: Client) -> Reply:
-    core.limits.check_batch(len(request.keys))
-    return CountReply(0)  # without a disk, nothing is durable
+async def _flush(request: Flush, conversation: Conversation, received: Received) -> Reply:
+    conversation.core.limits.check_batch(len(request.keys))
+    return CountReply(await settle(conversation.tiers.flush(request.keys, time_for_disks_s(received.deadline_us))))
 
 
-async def _prefetch(request: Prefetch, core: StoreCore, client: Client) -> Reply:
-    core.limits.check_batch(len(request.keys))
-    hold = core.hold_prefix(client, request.keys, request.hold_us / 1e6)[1] if request.hold_us else 0
-    return PrefetchReply(0, hold=hold)
+async def _prefetch(request: Prefetch, conversation: Conversation, received: Received) -> Reply:
+    conversation.core.limits.check_batch(len(request.keys))
+    ahead = conversation.tiers.prefetch(conversation.client, request.keys, request.hold_us / 1e6)
+    return PrefetchReply(ahead.reading, ahead.skipped, ahead.hold_id)
 
 
-async def _pin(request: Pin, core: StoreCore, client: Client) -> Reply:
-    kept, keys = core.retention, request.keys
+async def _pin(request: Pin, conversation: Conversation, received: Received) -> Reply:
+    kept, keys = conversation.core.retention, request.keys
     return PinReply(kept.protect(keys, request.ttl_us / 1e6) if request.pinned else kept.unprotect(keys))
 
 
-async def _times_left(request: TimesLeft, core: StoreCore, client: Client) -> Reply:
-    left = core.retention.times_left(request.keys)
+async def _times_left(request: TimesLeft, conversation: Conversation, received: Received) -> Reply:
+    left = conversation.core.retention.times_left(request.keys)
     return TimesLeftReply(
         pack_u64(0 if time_s is None else math.ceil(time_s * 1e6) if time_s else MISSING for time_s in left)
     )
 
 
-async def _mark(request: Mark, core: StoreCore, client: Client) -> Reply:
-    return CountReply(core.deletions.mark(ends_earlier=request.ends_earlier))
+async def _mark(request: Mark, conversation: Conversation, received: Received) -> Reply:
+    return CountReply(conversation.core.deletions.mark(ends_earlier=request.ends_earlier))
 
 
-async def _list_keys(request: ListKeys, core: StoreCore, client: Client) -> Reply:
+async def _list_keys(request: ListKeys, conversation: Conversation, received: Received) -> Reply:
     limit = min(request.limit, MAX_PAGE_KEYS)
-    return KeysReply(Keys(await list_keys_incrementally(core, request.prefix, limit, request.after)), limit)
+    return KeysReply(
+        Keys(await list_keys_incrementally(conversation.core, request.prefix, limit, request.after)), limit
+    )
 
 
-async def _purge(request: Purge, core: StoreCore, client: Client) -> Reply:
-    return CountReply(await purge_incrementally(core))
+async def _purge(request: Purge, conversation: Conversation, received: Received) -> Reply:
+    return CountReply(await settle(conversation.tiers.purge(time_for_disks_s(received.deadline_us))))
 
 
-async def _evict(request: Evict, core: StoreCore, client: Client) -> Reply:
-    return CountReply(await evict_incrementally(core, request.low, request.high, "manual"))
+async def _evict(request: Evict, conversation: Conversation, received: Received) -> Reply:
+    return CountReply(await evict_incrementally(conversation.core, request.low, request.high, "manual"))
 
 
-async def _verify(request: Verify, core: StoreCore, client: Client) -> Reply:
+async def _verify(request: Verify, conversation: Conversation, received: Received) -> Reply:
+    core = conversation.core
     core.limits.check_batch(len(request.keys))
     sound = bytearray()
     for key in request.keys:
@@ -307,7 +298,7 @@ async def _verify(request: Verify, core: StoreCore, client: Client) -> Reply:
     return VerifyReply(bytes(sound))
 
 
-ANSWERS: dict[type[Message], Callable[[Any, StoreCore, Client], Awaitable[Reply]]] = {
+ANSWERS: dict[type[Message], Callable[[Any, Conversation, Received], Awaitable[Reply]]] = {
     ReleaseHold: _release_hold,
     Delete: _delete,
     Flush: _flush,
@@ -326,55 +317,3 @@ Raises:
     InfiniStoreException: the store refuses the request.
     ValueError: the same.
 """
-
-
-_IN_STORE = bytes.maketrans(b"\2", b"\1")
-
-
-class DiskRequests:
-    """The requests of one connection."""
-
-    def __init__(self, conversation: Conversation, disk: "DiskService") -> None:
-        self._conversation = conversation
-        self._core = conversation.core
-        self._disk = disk
-        self.handlers: Mapping[type[Message], Handler] = {
-            Exists: self._exists,
-            MatchPrefix: self._match_prefix,
-            ReleaseHold: self._release_hold,
-            Delete: self._delete,
-            Purge: self._purge,
-            Flush: self._flush,
-            Prefetch: self._prefetch,
-        }
-
-    async def _exists(self, request: Exists, received: Received) -> None:
-        found = self._disk.exists(request.keys)
-        if request.touch:
-            self._core.touch(request.keys)
-        await self._conversation.reply(ExistsReply(found.translate(_IN_STORE), found.count(2)))
-
-    async def _match_prefix(self, request: MatchPrefix, received: Received) -> None:
-        if request.hold_us:
-            match = self._disk.hold_prefix(self._conversation.client, request.keys, request.hold_us / 1e6)
-        else:
-            match = self._disk.match_prefix(request.keys)
-        await self._conversation.reply(MatchPrefixReply(match.matched, match.hold_id, match.matched - match.in_memory))
-
-    async def _release_hold(self, request: ReleaseHold, received: Received) -> None:
-        await self._conversation.reply(CountReply(int(self._disk.release_hold(request.hold))))
-
-    async def _delete(self, request: Delete, received: Received) -> None:
-        await self._conversation.reply(CountReply(await self._disk.delete(request.keys, received.deadline_us)))
-
-    async def _purge(self, request: Purge, received: Received) -> None:
-        await self._conversation.reply(CountReply(await self._disk.purge(received.deadline_us)))
-
-    async def _flush(self, request: Flush, received: Received) -> None:
-        self._core.limits.check_batch(len(request.keys))
-        await self._conversation.reply(CountReply(await self._disk.flush(request.keys, received.deadline_us)))
-
-    async def _prefetch(self, request: Prefetch, received: Received) -> None:
-        self._core.limits.check_batch(len(request.keys))
-        ahead = self._disk.prefetch(request.keys, request.hold_us / 1e6)
-        await self._conversation.reply(PrefetchReply(ahead.reading, ahead.skipped, ahead.hold_id))

@@ -24,6 +24,7 @@ from infinistore.access.audit import Audit
 from infinistore.access.identity import ALL_ROLES, DEFAULT_IDENTITY, Identity
 from infinistore.core.clients import Client
 from infinistore.core.store import StoreCore
+from infinistore.disk.tiers import Tiers
 from infinistore.errors import (
     AuthenticationFailed,
     InfiniStoreException,
@@ -65,13 +66,13 @@ from infinistore.server.connection import (
     part,
     send_fatal_error,
 )
+from infinistore.server.disk import ServerDisks
 from infinistore.server.maintenance import PoolGrowth
 from infinistore.server.movers.base import Handler, Mover
 from infinistore.server.recorder import CANCELLED, OK, Recorder, outcome_of
 from infinistore.server.session.receiving import AnswersAtOnce, Receiving
 from infinistore.server.session.requests import (
     ANSWERS,
-    DiskRequests,
     RemovalWaits,
     open_movers,
     refusals,
@@ -85,7 +86,6 @@ from infinistore.transports.base import Stream, drive
 
 if TYPE_CHECKING:
     from infinistore.server.budgets import Rates
-    from infinistore.server.disk import DiskService, ServerDisks
 
 _log = logging.getLogger("infinistore.server")
 
@@ -94,7 +94,8 @@ _log = logging.getLogger("infinistore.server")
 class ServerContext:
     """The store, and the limits and counters that belong to the server as a whole."""
 
-    core: StoreCore
+    tiers: Tiers
+    """The store that a session uses."""
     hello: HelloReply
     """The answer to every Hello."""
     limits: SessionLimits
@@ -106,19 +107,22 @@ class ServerContext:
     """
     growth: PoolGrowth | None
     """What makes the pool larger, if it may grow."""
-    disk: "DiskService | None"
-    """The disks below the store that a session uses, if it has any."""
+    disks: ServerDisks
+    """All disks of the server."""
     recorder: Recorder
     log_budget: LogBudget
     body_budget: BodyBudget
-    disks: "ServerDisks | None" = None
-    """All disks of the server, if it has any."""
     giving: Giving | None = None
     """What lets another process take the server's place, if one may."""
     keeping: Keeping | None = None
     """What keeps the pool for the next run of the service, if anything does."""
     rates: "Rates | None" = None
     """How fast requests are read, if that is limited."""
+
+    @property
+    def core(self) -> StoreCore:
+        """The memory of the store."""
+        return self.tiers.core
 
 
 DISCARDED_BYTES = 16 * 1024 * 1024
@@ -157,12 +161,11 @@ class Session:
         self._conversation = conversation = Conversation(
             stream,
             connection,
-            context.core,
+            context.tiers,
             context.core.open_client(name),
             transport=transport,
             limits=context.limits,
             growth=context.growth,
-            disk=context.disk,
             identity=identity,
         )
         self._connection = connection
@@ -198,9 +201,6 @@ class Session:
         self._answers = ANSWERS
         self._at_once = AnswersAtOnce(conversation, self._holdings, context.recorder)
         quick = self._at_once.handlers_of(self._movers, handlers)
-        if context.disk is not None:
-            self._handlers |= DiskRequests(conversation, context.disk).handlers
-            self._answers = {kind: answer for kind, answer in ANSWERS.items() if kind not in self._handlers}
         self._permitted = self._handlers, self._answers, quick
         self._permit(identity)
 
@@ -441,7 +441,7 @@ class Session:
                 await self._conversation.send_answer(begun)
             elif (answer := self._answers.get(type(message))) is not None:
                 conversation = self._conversation
-                reply = await answer(message, conversation.core, conversation.client)
+                reply = await answer(message, conversation, received)
                 if type(message) in _ADMINISTRATIVE:
                     self._note(message, attrs.asdict(reply))
                 await conversation.reply(reply)
@@ -483,16 +483,16 @@ class Session:
 
     async def _match_prefix(self, match: MatchPrefix, received: Received) -> None:
         conversation = self._conversation
-        core = conversation.core
+        tiers = conversation.tiers
         if match.hold_us:
-            matched, hold = core.hold_prefix(conversation.client, match.keys, match.hold_us / 1e6)
-            await conversation.reply(MatchPrefixReply(matched, hold))
-            return
-        matched = core.match_prefix(match.keys, touch=False)
+            found = tiers.hold_prefix(conversation.client, match.keys, match.hold_us / 1e6)
+        else:
+            found = tiers.match_prefix(match.keys, touch=False)
         try:
-            await conversation.reply(MatchPrefixReply(matched))
+            await conversation.reply(MatchPrefixReply(found.matched, found.hold_id, found.matched - found.in_memory))
         finally:
-            core.touch(match.keys[:matched])  # while the client reads the answer
+            if not match.hold_us:
+                tiers.core.touch(match.keys[: found.matched])  # while the client reads the answer
 
     async def _statistics(self, request: Statistics, received: Received) -> None:
         await self._conversation.reply(StatisticsReply(await self._context.statistics(request.details)))
