@@ -5,8 +5,10 @@ from datetime import UTC, datetime, timedelta
 from typing import Any
 
 import attrs
+from rich.text import Text
 
 from infinistore.monitor.model import Model, Snapshot
+from infinistore.monitor.tenants import TenantsModel
 from infinistore.sizes import GIB, MIB
 from infinistore.statistics import (
     LATENCY_BOUNDS_S,
@@ -23,6 +25,7 @@ from infinistore.statistics import (
     SpinStatistics,
     Stats,
     StoreStatistics,
+    TenantStatistics,
 )
 
 NOON = datetime(2026, 7, 1, 12, 0, 0, tzinfo=UTC)
@@ -96,6 +99,24 @@ def make_stats(
 ) -> Stats:
     reason = "the URL asks for TCP"
     return Stats("tcp", reason, make_store(**(store or {})), make_server(**(server or {})), details, disk)
+
+
+def plain(lines: Sequence[Text], width: int, height: int) -> list[str]:
+    """The lines of a screen, which has this size exactly."""
+    assert len(lines) == height
+    assert all(one.cell_len <= width for one in lines)
+    return [one.plain for one in lines]
+
+
+def told(**tenants: Mapping[str, Any]) -> dict[str, Any]:
+    """What `GET /tenants` answers."""
+    values: dict[str, Any] = {field.name: 0 for field in attrs.fields(TenantStatistics)}
+    values |= {"group": "default", "max_bytes": None}
+    return {
+        "tenants": [
+            attrs.asdict(TenantStatistics(**{**values, "tenant": name, **made})) for name, made in tenants.items()
+        ]
+    }
 
 
 def watched(*samples: Stats, url: str = "tcp://127.0.0.1:22345") -> Model:
@@ -262,7 +283,13 @@ def states() -> dict[str, Snapshot]:
     fresh = make_stats(server={"instance": "b", "uptime_s": 1.0}, details=make_details())
     restarted.observe(fresh, now_s=6.0, at=NOON + timedelta(seconds=6))
     without = [loaded_stats(second, with_details=False) for second in range(5)]
+    tenants = watched(loaded_stats(1), loaded_stats(2))
+    tenants.tenants = TenantsModel()
+    many = {f"tenant-{number:04}": {"keys": 10**12, "used_bytes": 2**60, "refused": 10**9} for number in range(300)}
+    for now_s in (0.0, 2.0):
+        tenants.tenants.observe(told(**many), now_s)
     return {
+        "tenants": tenants.snapshot(),
         "empty": Model("tcp://127.0.0.1:22345").snapshot(),
         "first": watched(loaded_stats(0)).snapshot(),
         "idle": watched(*idle).snapshot(),

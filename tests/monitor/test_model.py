@@ -261,18 +261,6 @@ def kinds(alarms: "tuple[Alarm, ...] | Any") -> set[str]:
     return {alarm.kind for alarm in alarms}
 
 
-def test_a_disk_that_fails_hangs_or_is_too_slow_has_its_warning() -> None:
-    calm = attrs.evolve(make_stats(), disk=make_disks(make_disk()))
-    assert watched(calm, calm).snapshot().alarms == ()
-    off = make_disks(make_disk(state="off", alarm="it hung 3 times"), skipped_blocks=7)
-    hung = make_disks(make_disk(hung_jobs=2))
-    failed = watched(calm, attrs.evolve(calm, disk=off)).snapshot().alarms
-    assert [(one.kind, one.severity) for one in failed] == [("disk", "error"), ("disk_skips", "notice")]
-    assert failed[0].text == "/mnt/nvme0: it hung 3 times"
-    (late,) = watched(calm, attrs.evolve(calm, disk=hung)).snapshot().alarms
-    assert (late.kind, late.severity) == ("disk_hangs", "warning")
-
-
 def test_a_node_that_drains_says_how_far_it_is_and_how_long_the_rest_takes() -> None:
     calm = make_stats()
     drain = DrainStatistics(

@@ -29,45 +29,24 @@ Run = Callable[..., "subprocess.CompletedProcess[str]"]
 
 
 @pytest.mark.process
-def test_keys_sort_filter_pause_change_the_interval_help_and_quit(monitor: Session, url: str) -> None:
+def test_keys_sort_filter_change_the_interval_help_and_quit_and_are_not_echoed(monitor: Session, url: str) -> None:
+    assert monitor.settings != monitor.before
+    assert (monitor.screen.alternate, monitor.screen.cursor_visible) == (True, False)
     with blocking.open_store(url, name="decode-7") as store:
         store.put("model/tp0/block", b"x" * 1000)
         monitor.wait_for("decode-7")
         monitor.wait_for("model/tp0/")
-        monitor.press("s")
-        monitor.wait_for("client, by requests")
-        monitor.press("S")
-        monitor.wait_for("prefix, by keys")
-        monitor.press("/dec")
-        monitor.wait_for("filter: dec_")
-        monitor.press("\r")
-        monitor.wait_for('only "dec"')
-        monitor.wait_until(lambda screen: "model/tp0/" not in screen.text)
-        assert "decode-7" in monitor.screen.text
-        monitor.press("p")
-        monitor.wait_for("PAUSED")
-        monitor.press("p")
-        monitor.wait_until(lambda screen: "PAUSED" not in screen.text)
-        monitor.press("+")
-        monitor.wait_for("every 0.5 s")
-        monitor.press("-")
-        monitor.wait_for("every 0.2 s")
-        monitor.press("?")
-        monitor.wait_for("this help; any key leaves it")
-        monitor.press("x")
-        monitor.wait_for("client, by requests")
+        for keys, said in (
+            ("sS", "prefix, by keys"), ("/dec", "filter: dec_"), ("\r", 'only "dec"'), ("+", "every 0.5 s"),
+            ("?", "this help; any key leaves it"), ("x", "client, by requests"),
+        ):  # fmt: skip
+            monitor.press(keys)
+            monitor.wait_for(said)
+        monitor.wait_until(lambda screen: "decode-7" in screen.text and "model/tp0/" not in screen.text)
     monitor.press("q")
     assert monitor.end() == 0
     assert monitor.is_restored()
     assert monitor.screen.printed == ""
-
-
-@pytest.mark.process
-def test_keys_come_one_by_one_and_are_not_echoed_while_it_runs(monitor: Session) -> None:
-    assert monitor.settings != monitor.before
-    assert (monitor.screen.alternate, monitor.screen.cursor_visible) == (True, False)
-    monitor.press("q")
-    assert monitor.end() == 0
 
 
 @pytest.mark.process
@@ -102,20 +81,16 @@ def test_the_screen_follows_the_size_of_the_window(monitor: Session) -> None:
     assert monitor.is_restored()
 
 
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
 @pytest.mark.process
-def test_ctrl_c_leaves_with_130_and_without_a_word(monitor: Session) -> None:
-    monitor.press("\x03")
-    assert monitor.end() == 130
-    assert monitor.is_restored()
-    assert monitor.screen.printed == ""
-
-
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP])
-@pytest.mark.process
-def test_a_signal_to_stop_leaves_the_terminal_as_it_was(monitor: Session, number: signal.Signals) -> None:
-    monitor.process.send_signal(number)
+def test_a_signal_to_stop_leaves_the_terminal_as_it_was_and_no_word(monitor: Session, number: signal.Signals) -> None:
+    if number == signal.SIGINT:
+        monitor.press("\x03")
+    else:
+        monitor.process.send_signal(number)
     assert monitor.end() == 128 + number
     assert monitor.is_restored()
+    assert monitor.screen.printed == ""
 
 
 @pytest.mark.process
@@ -199,8 +174,8 @@ def test_a_monitor_may_be_started_before_its_server(start: Start, environment: d
 
 
 def test_once_prints_one_screen_and_json_says_the_same_to_programs(run: Run, url: str) -> None:
-    shown = run("monitor", url, "--once", "--interval", "0.1")
-    assert (shown.returncode, shown.stderr) == (0, "")
+    shown = run("monitor", url, "--once", "--ascii", "--interval", "0.1")
+    assert (shown.returncode, shown.stderr, shown.stdout.isascii()) == (0, "", True)
     for part in ("serving", "pool", "arena 0", "statistics", "client, by traffic", url):
         assert part in shown.stdout
     assert "\x1b" not in shown.stdout
@@ -272,7 +247,7 @@ def test_keys_need_standard_input_and_the_screen_says_so(start: Start, url: str)
     assert session.is_restored()
 
 
-def test_what_is_no_infinistore_is_one_line_and_an_exit_code(run: Run) -> None:
+def test_what_is_no_infinistore_or_not_there_is_one_line_and_an_exit_code(run: Run) -> None:
     def chat(listener: socket.socket) -> None:
         connection, _ = listener.accept()
         with connection:
@@ -284,19 +259,8 @@ def test_what_is_no_infinistore_is_one_line_and_an_exit_code(run: Run) -> None:
         other.start()
         ended = run("monitor", f"tcp://127.0.0.1:{listener.getsockname()[1]}")
         other.join()
-    assert (ended.returncode, ended.stdout) == (3, "")
-    assert ended.stderr.startswith("infinistore: ") and ended.stderr.count("\n") == 1
-
-
-@pytest.mark.process
-def test_no_server_at_all_is_one_line_and_an_exit_code(start: Start) -> None:
-    port = own_ports(1)[0]
-    session = start(*INFINISTORE, "monitor", f"tcp://127.0.0.1:{port}")
-    assert session.end() == 3
-    assert "cannot connect" in session.screen.printed
-    assert session.screen.printed.count("\n") == 1
-    assert session.is_restored()
-
-
-def test_plain_characters_on_request(run: Run, url: str) -> None:
-    assert run("monitor", url, "--once", "--ascii", "--interval", "0.1").stdout.isascii()
+    nobody = run("monitor", f"tcp://127.0.0.1:{own_ports(1)[0]}")
+    assert "cannot connect" in nobody.stderr
+    for one in (ended, nobody):
+        assert (one.returncode, one.stdout) == (3, "")
+        assert one.stderr.startswith("infinistore: ") and one.stderr.count("\n") == 1

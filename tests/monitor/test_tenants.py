@@ -21,33 +21,16 @@ from infinistore.monitor.model import Model
 from infinistore.monitor.tenants import TenantsModel, tenant_lines
 from infinistore.monitor.view import document, screen
 from infinistore.sizes import MIB
-from infinistore.statistics import TenantStatistics
 from tests.cli.in_process import server_here
 
-from .made import NOON, loaded_stats, watched
-
-SIZES = ((80, 24), (120, 40), (200, 60), (60, 16), (40, 12), (20, 10), (12, 4), (1, 1))
+from .made import NOON, loaded_stats, plain, told, watched
 
 TENANTS = Controls(tenants=True)
 Run = Callable[..., "subprocess.CompletedProcess[str]"]
 
 
-def told(**tenants: Mapping[str, Any]) -> dict[str, Any]:
-    """What `GET /tenants` answers."""
-    plain: dict[str, Any] = {field.name: 0 for field in attrs.fields(TenantStatistics)}
-    plain |= {"group": "default", "max_bytes": None}
-    return {
-        "tenants": [
-            attrs.asdict(TenantStatistics(**{**plain, "tenant": name, **made})) for name, made in tenants.items()
-        ]
-    }
-
-
 def shown(model: Model, width: int, height: int, controls: Controls = TENANTS) -> list[str]:
-    lines = screen(model.snapshot(), controls, width, height)
-    assert len(lines) == height
-    assert all(one.cell_len <= width for one in lines)
-    return [one.plain for one in lines]
+    return plain(screen(model.snapshot(), controls, width, height), width, height)
 
 
 def watching(*samples: Mapping[str, Any]) -> Model:
@@ -97,20 +80,11 @@ def test_another_answer_is_one_error_and_changes_nothing(answer: Any) -> None:
     assert model.tenants == before
 
 
-@pytest.mark.parametrize("size", SIZES, ids=lambda size: f"{size[0]}x{size[1]}")
-def test_the_tenants_fit_every_size(size: tuple[int, int]) -> None:
-    many = {f"tenant-{number:04}": {"keys": 10**12, "used_bytes": 2**60, "refused": 10**9} for number in range(300)}
-    for model in (watching(told(**many), told(**many)), watching(told()), watched(loaded_stats(1))):
-        shown(model, *size)
-
-
 @given(st.integers(0, 250), st.integers(0, 30), st.sampled_from([UNICODE, ASCII]))
 def test_any_width_and_height_are_filled_exactly(width: int, height: int, glyphs: Any) -> None:
     tenants = watching(told(alice={"keys": 5}, bob={})).snapshot().tenants
     assert tenants is not None
-    lines = tenant_lines(tenants, Controls(), width, height, glyphs)
-    assert len(lines) == height
-    assert all(one.cell_len <= max(width, 1) for one in lines)
+    plain(tenant_lines(tenants, Controls(), width, height, glyphs), max(width, 1), height)
 
 
 def test_the_largest_comes_first_and_a_filter_leaves_out_the_others() -> None:

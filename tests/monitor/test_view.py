@@ -23,6 +23,7 @@ from infinistore.monitor.rates import Quantile
 from infinistore.monitor.view import screen
 from infinistore.sizes import GIB
 from infinistore.statistics import ArenaStatistics, PrefixStatistics, Stats
+from tests.tables import for_each
 
 from .made import (
     NOON,
@@ -34,6 +35,7 @@ from .made import (
     make_operation,
     make_stats,
     on_disks,
+    plain,
     states,
     watched,
 )
@@ -48,8 +50,7 @@ def shown(
     """The lines as a recording console of that size shows them."""
     console = Console(width=width, height=height, record=True, file=StringIO(), force_terminal=True)
     lines = screen(snapshot, controls or Controls(), width, height, glyphs)
-    assert len(lines) == height
-    assert all(one.cell_len <= width for one in lines)
+    plain(lines, width, height)
     for one in lines:
         console.print(one)
     recorded = console.export_text().splitlines()
@@ -57,18 +58,17 @@ def shown(
     return recorded + [""] * (height - len(recorded))
 
 
-@pytest.mark.parametrize("size", SIZES, ids=lambda size: f"{size[0]}x{size[1]}")
-@pytest.mark.parametrize("state", STATES)
-@pytest.mark.parametrize("controls", [Controls(), Controls(help=True), Controls(typing="x"), Controls(paused=True)])
+CONTROLS = (Controls(), Controls(help=True), Controls(typing="x"), Controls(paused=True), Controls(tenants=True))
+
+
+@for_each(state=STATES, size=SIZES, controls=CONTROLS)
 def test_every_state_fits_every_size(state: str, size: tuple[int, int], controls: Controls) -> None:
     shown(STATES[state], *size, controls)
 
 
-@given(st.integers(1, 250), st.integers(1, 100), st.sampled_from(sorted(STATES)))
-def test_any_size_is_filled_exactly(width: int, height: int, state: str) -> None:
-    lines = screen(STATES[state], Controls(), width, height)
-    assert len(lines) == height
-    assert all(one.cell_len <= width for one in lines)
+@given(st.integers(1, 250), st.integers(1, 100), st.sampled_from(sorted(STATES)), st.sampled_from(CONTROLS))
+def test_any_size_is_filled_exactly(width: int, height: int, state: str, controls: Controls) -> None:
+    plain(screen(STATES[state], controls, width, height), width, height)
 
 
 @pytest.mark.parametrize("size", [(80, 24), (200, 60)], ids=["80x24", "200x60"])

@@ -18,7 +18,7 @@ from infinistore.errors import LimitExceeded, PermissionDenied
 from infinistore.protocol.codec import pack_u64
 from infinistore.protocol.messages import Exists, Get, Keys, Purge, Put
 from infinistore.server.management.metrics import METRICS, MOST_TENANTS
-from infinistore.server.shards.management import merge_tenants
+from tests.monitor.made import told
 from tests.server.http_client import ask
 from tests.server.running import KIB, Peer, RunningServer, make_config, running_server, until
 
@@ -61,22 +61,6 @@ async def put(peer: Peer, *keys: str) -> None:
     await peer.ask(Put(Keys(list(keys)), pack_u64(sizes), checksums=False), bytes(sum(sizes)))
 
 
-NOTHING = {
-    "group": "default",
-    "connections": 0,
-    "keys": 0,
-    "used_bytes": 0,
-    "pinned_bytes": 0,
-    "reserved_bytes": 0,
-    "max_bytes": None,
-    "hits": 0,
-    "misses": 0,
-    "evicted": 0,
-    "refused": 0,
-    "pauses": 0,
-}
-
-
 async def test_what_each_tenant_did_is_what_is_shown(serving: Serving) -> None:
     text = entry("ann", "reserved_bytes: 2KiB, max_bytes: 4KiB, max_connections: 1") + entry("ben") + OPS
     async with serving(text) as server:
@@ -93,14 +77,9 @@ async def test_what_each_tenant_did_is_what_is_shown(serving: Serving) -> None:
         with pytest.raises(LimitExceeded):
             await second.hello(TOKENS["ann"])
         second.close()
-        shown = {one.pop("tenant"): one for one in (await tell(server, "/tenants")).json["tenants"]}
-        assert shown == {
-            "ann": NOTHING
-            | {"connections": 1, "keys": 4, "used_bytes": 4 * KIB, "reserved_bytes": 2 * KIB, "max_bytes": 4 * KIB}
-            | {"hits": 2, "misses": 1, "evicted": 1, "refused": 3},
-            "ben": NOTHING,
-            "ops": NOTHING,
-        }
+        has = {"connections": 1, "keys": 4, "used_bytes": 4 * KIB, "reserved_bytes": 2 * KIB, "max_bytes": 4 * KIB}
+        did = {"hits": 2, "misses": 1, "evicted": 1, "refused": 3}
+        assert (await tell(server, "/tenants")).json == told(ann=has | did, ben={}, ops={})
         ann.close()
         await server.quiet()
         after = (await tell(server, "/tenants")).json["tenants"][0]
@@ -154,14 +133,6 @@ async def test_who_is_no_operator_sees_nobody_and_without_tenants_there_are_none
         answer = await tell(server, "/tenants")
         assert answer.status == 404
         assert answer.json["error"] == "this server has no tenants; start it with --tenants FILE"
-
-
-def test_the_figures_of_shards_are_added_up() -> None:
-    one = {"tenant": "ann", **NOTHING, "keys": 2, "reserved_bytes": KIB, "max_bytes": 2 * KIB}
-    two = {"tenant": "ann", **NOTHING, "keys": 3, "reserved_bytes": KIB, "max_bytes": 2 * KIB}
-    ben = {"tenant": "ben", **NOTHING}
-    merged = merge_tenants({0: {"tenants": [one, ben]}, 2: {"tenants": [two, ben]}})
-    assert merged == [{**one, "keys": 5, "reserved_bytes": 2 * KIB, "max_bytes": 4 * KIB}, ben]
 
 
 async def test_figures_go_on_after_the_last_client_has_left_an_empty_store(serving: Serving) -> None:

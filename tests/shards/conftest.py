@@ -3,6 +3,7 @@
 import json
 import os
 import signal
+import ssl
 import subprocess
 import sys
 import urllib.error
@@ -10,6 +11,7 @@ import urllib.request
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from ipaddress import IPv4Address
+from pathlib import Path
 from typing import Any, Final
 
 import attrs
@@ -38,13 +40,16 @@ class RunningShards:
 
     token: str = ""
     """What its management API is asked with, if it wants one."""
+    ca: Path | None = None
+    """The authority of its certificate, if it has one."""
 
     def ask(self, path: str, method: str = "GET") -> tuple[int, bytes]:
         """The status and the body that the management API answers."""
         headers = {"Authorization": f"Bearer {self.token}"} if self.token else {}
         request = urllib.request.Request(self.management + path, method=method, headers=headers)
+        trust = None if self.ca is None else ssl.create_default_context(cafile=str(self.ca))
         try:
-            with urllib.request.urlopen(request, timeout=60) as answer:
+            with urllib.request.urlopen(request, timeout=60, context=trust) as answer:
                 return answer.status, answer.read()
         except urllib.error.HTTPError as error:
             with error:

@@ -77,22 +77,16 @@ async def test_the_trio_client_goes_on_with_all_shards(two_shards: RunningShards
 
 @pytest.mark.process
 @pytest.mark.parametrize("lazy", [False, True])
-def test_the_asyncio_client_goes_on_with_all_shards(two_shards: RunningShards, lazy: bool) -> None:
-    blocks = blocks_of(secrets.token_hex(4))
+def test_the_other_clients_go_on_with_all_shards(two_shards: RunningShards, lazy: bool) -> None:
+    url, blocks = f"tcp://{HOST}:{two_shards.port}", blocks_of(secrets.token_hex(4))
 
-    async def main() -> None:
-        async with aio.open_store(f"tcp://{HOST}:{two_shards.port}", lazy=lazy) as store:
+    async def main() -> list[bytearray | None]:
+        async with aio.open_store(url, lazy=lazy) as store:
             await store.put_many(blocks)
-            assert await store.get_many(keys_of(blocks)) == values_of(blocks)
+            return await store.get_many(keys_of(blocks))
 
-    asyncio.run(main())
-
-
-@pytest.mark.process
-def test_the_lazy_blocking_client_goes_on_with_all_shards(two_shards: RunningShards) -> None:
-    blocks = blocks_of(secrets.token_hex(4))
-    with blocking.open_store(f"tcp://{HOST}:{two_shards.port}", lazy=True) as store:
-        store.put_many(blocks)
+    assert asyncio.run(main()) == values_of(blocks)
+    with blocking.open_store(url, lazy=lazy) as store:
         assert store.get_many(keys_of(blocks)) == values_of(blocks)
 
 

@@ -3,20 +3,28 @@
 import json
 from typing import Any
 
-import attrs
 from prometheus_client.parser import text_string_to_metric_families
 
 from infinistore.protocol.codec import statistics_from_tree, statistics_to_tree
 from infinistore.server.management.metrics import METRICS, Snapshot, render
 from infinistore.server.shards.management import (
-    merge_clients,
     merge_metrics,
-    merge_numbers,
     merge_selftests,
     merge_statistics,
+    merge_tenants,
 )
+from infinistore.sizes import KIB
 from infinistore.statistics import DrainStatistics, MembershipStatistics, TenantStatistics
-from tests.monitor.made import make_client, make_details, make_disk, make_disks, make_operation, make_server, make_store
+from tests.monitor.made import (
+    make_client,
+    make_details,
+    make_disk,
+    make_disks,
+    make_operation,
+    make_server,
+    make_store,
+    told,
+)
 
 
 async def scrape(path: str, **store: Any) -> bytes:
@@ -24,11 +32,7 @@ async def scrape(path: str, **store: Any) -> bytes:
     drain = DrainStatistics("none", 0, 0, 0, 0, 0, 0)
     cluster = MembershipStatistics("infinistore+static://a", "a", "listed", 0, "", 0.0, 0, 1, 0, [], [], drain)
     disks = make_disks(make_disk(path))
-    figures = dict.fromkeys(
-        ("connections", "keys", "used_bytes", "pinned_bytes", "reserved_bytes", "hits", "misses", "evicted", "refused"),
-        5,
-    )
-    tenants = [TenantStatistics(tenant="ann", group="team", max_bytes=None, pauses=1, **figures)]
+    tenants = [TenantStatistics(**one) for one in told(ann={"keys": 5})["tenants"]]
     return await render(Snapshot(make_server(), make_store(**store), [operation], "serving", disks, cluster, tenants))
 
 
@@ -52,10 +56,6 @@ async def test_metrics_of_all_shards_are_there_once_described_and_with_their_sha
     assert 'infinistore_keys{shard="7"} 4.0' in merged
 
 
-def test_no_metrics_are_none() -> None:
-    assert merge_metrics({}) == b""
-
-
 def test_statistics_are_summed_and_told_for_each_shard() -> None:
     details = make_details(clients=[make_client()])
     trees = {n: statistics_to_tree(make_server(requests=n), make_store(keys=10 * n), details) for n in (1, 2)}
@@ -72,18 +72,11 @@ def test_statistics_are_summed_and_told_for_each_shard() -> None:
     json.dumps(merged)
 
 
-def test_numbers_are_added() -> None:
-    assert merge_numbers({0: {"len": 3}, 1: {"len": 4}}, "len") == 7
-
-
-def test_the_busiest_connections_of_all_shards_come_first() -> None:
-    answers = {
-        shard: {"clients": [attrs.asdict(make_client(f"{shard}-{n}", sent_bytes=n)) for n in range(200)]}
-        for shard in range(2)
-    }
-    merged = merge_clients(answers)
-    assert len(merged) == 256
-    assert [one["name"] for one in merged[:2]] == ["0-199", "1-199"]
+def test_the_figures_of_a_tenant_are_added_up() -> None:
+    limits = {"reserved_bytes": KIB, "max_bytes": 2 * KIB}
+    answers = {0: told(ann={"keys": 2, **limits}, ben={}), 2: told(ann={"keys": 3, **limits}, ben={})}
+    both = {"keys": 5, "reserved_bytes": 2 * KIB, "max_bytes": 4 * KIB}
+    assert merge_tenants(answers) == told(ann=both, ben={})["tenants"]
 
 
 def check(*, ok: bool = True) -> dict[str, Any]:

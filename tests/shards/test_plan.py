@@ -1,6 +1,7 @@
 """How what was asked for is divided among shards."""
 
 from pathlib import Path
+from typing import Any
 
 import attrs
 import pytest
@@ -12,6 +13,7 @@ from infinistore.disk_settings import DiskPlace
 from infinistore.errors import ConfigError
 from infinistore.server.shards.fleet import choose_cores, divide, prepare_disks, siblings_here
 from infinistore.sizes import GIB, KIB, MIB
+from tests.tables import for_each
 
 PAGE = 4 * KIB
 
@@ -36,46 +38,34 @@ def test_the_pool_is_divided_into_equal_parts_of_whole_pages(
     assert part % page_bytes == 0 or part == pool_bytes // count < max(unit, page_bytes) + page_bytes
 
 
-def test_ports_and_sockets_follow_those_of_the_first() -> None:
-    config = ServerConfig(shards=3, service_port=5000, unix_socket="/run/infinistore.sock", prealloc_bytes=MIB)
-    assert [(one.service_port, one.unix_socket) for one in parts_of(config)] == [
-        (5000, "/run/infinistore.sock"),
-        (5001, "/run/infinistore.sock.1"),
-        (5002, "/run/infinistore.sock.2"),
+@for_each(
+    case=[
+        (
+            {"service_port": 5000, "unix_socket": "/run/s.sock"}, ("service_port", "unix_socket"),
+            [(5000, "/run/s.sock"), (5001, "/run/s.sock.1"), (5002, "/run/s.sock.2")],
+        ),
+        ({"service_port": 0, "unix_socket": "auto"}, ("service_port", "unix_socket"), [(0, "auto")] * 3),
+        ({"service_port": 0, "unix_socket": "off"}, ("service_port", "unix_socket"), [(0, "off")] * 3),
+        (
+            {"cluster": "infinistore+etcd://h/c", "node_id": "r 1", "node_weight": 100, "advertise": "host:7000"},
+            ("node_id", "node_weight", "advertise"),
+            [("r 1/0", 33, "host:7000"), ("r 1/1", 33, "host:7001"), ("r 1/2", 33, "host:7002")],
+        ),
+        ({"advertise": "host"}, ("node_id", "advertise"), [(None, "host")] * 3),
     ]
-
-
-def test_each_is_a_node_of_its_own_in_a_cluster() -> None:
-    config = ServerConfig(
-        shards=3,
-        prealloc_bytes=MIB,
-        cluster="infinistore+etcd://h/c",
-        node_id="rack 1",
-        node_weight=100,
-        advertise="host:7000",
-    )
-    assert [(one.node_id, one.node_weight, one.advertise) for one in parts_of(config)] == [
-        ("rack 1/0", 33, "host:7000"),
-        ("rack 1/1", 33, "host:7001"),
-        ("rack 1/2", 33, "host:7002"),
-    ]
+)  # fmt: skip
+def test_ports_sockets_and_nodes_follow_those_of_the_first_unless_they_are_free(
+    case: tuple[dict[str, Any], tuple[str, ...], list[tuple[Any, ...]]],
+) -> None:
+    given, names, each = case
+    config = ServerConfig(shards=3, prealloc_bytes=MIB, **given)
+    assert [tuple(getattr(one, name) for name in names) for one in parts_of(config)] == each
 
 
 @pytest.mark.parametrize(("whole", "each"), [(0, 0), (1, 1), (2, 1), (3, 2), (10_000, 5000)])
 def test_shards_divide_the_weight_and_have_none_of_none(whole: int, each: int) -> None:
     config = ServerConfig(shards=2, prealloc_bytes=MIB, node_weight=whole)
     assert [one.node_weight for one in parts_of(config)] == [each, each]
-
-
-def test_without_an_id_or_a_port_each_has_those_of_its_own_port() -> None:
-    config = ServerConfig(shards=2, prealloc_bytes=MIB, advertise="host")
-    assert [(one.node_id, one.advertise) for one in parts_of(config)] == [(None, "host"), (None, "host")]
-
-
-@pytest.mark.parametrize("place", ["auto", "off"])
-def test_free_ports_are_free_for_each_and_their_sockets_are_named_by_them(place: str) -> None:
-    config = ServerConfig(shards=2, service_port=0, unix_socket=place, prealloc_bytes=MIB)
-    assert [(one.service_port, one.unix_socket) for one in parts_of(config)] == [(0, place), (0, place)]
 
 
 def test_each_shard_has_a_part_of_each_disk_in_a_folder_that_tells_how_many_there_are() -> None:

@@ -2,14 +2,10 @@
 renewed.
 """
 
-import json
 import os
 import signal
 import ssl
-import urllib.error
-import urllib.request
 from collections.abc import Iterator
-from typing import Any
 
 import attrs
 import pytest
@@ -31,20 +27,9 @@ class Encrypted:
     server: RunningShards
     files: Files
 
-    def ask(self, path: str, method: str = "GET") -> tuple[int, Any]:
-        """The status and the JSON that the management API answers."""
-        trust = ssl.create_default_context(cafile=str(self.files.ca))
-        request = urllib.request.Request(self.server.management + path, method=method)
-        try:
-            with urllib.request.urlopen(request, timeout=60, context=trust) as answer:
-                return answer.status, json.load(answer)
-        except urllib.error.HTTPError as error:
-            with error:
-                return error.code, json.load(error)
-
     def shown(self) -> list[str]:
         """The certificates that the shards and the management API show."""
-        places = [(HOST, shard["port"]) for shard in self.ask("/shards")[1]["shards"]]
+        places = [(HOST, shard["port"]) for shard in self.server.shards()]
         places.append(("127.0.0.1", int(self.server.management.rpartition(":")[2])))
         return list(map(ssl.get_server_certificate, places))
 
@@ -59,6 +44,7 @@ class Encrypted:
 def encrypted(environment: dict[str, str], tmp_path_factory: pytest.TempPathFactory) -> Iterator[Encrypted]:
     files = issue(tmp_path_factory.mktemp("tls"), *NAMES)
     with running_shards(environment, "--tls-cert", str(files.cert), "--tls-key", str(files.key)) as server:
+        server.ca = files.ca
         yield Encrypted(server, files)
 
 
@@ -80,23 +66,18 @@ def test_a_signal_renews_the_certificate_of_all_shards_and_clients_go_on(encrypt
 def test_a_pair_that_does_not_fit_changes_nothing_in_any_shard(encrypted: Encrypted) -> None:
     before, key = encrypted.on_disk, encrypted.files.key.read_bytes()
     encrypted.files.key.write_bytes(issue(encrypted.files.cert.parent, stem="other").key.read_bytes())
-    status, said = encrypted.ask("/reload", "POST")
+    status, said = encrypted.server.ask("/reload", "POST")
     assert status == 409
-    assert said["error"].count("does not fit the key") == 1
+    assert said.count(b"does not fit the key") == 1
     assert encrypted.shown() == [before] * 3
     encrypted.files.key.write_bytes(key)
-    assert encrypted.ask("/reload", "POST") == (200, {"status": "ok"})
+    assert encrypted.server.told("/reload", "POST") == {"status": "ok"}
 
 
 def test_a_shard_that_is_started_again_has_the_certificate_of_now(encrypted: Encrypted) -> None:
     issue(encrypted.files.cert.parent, *NAMES, into=encrypted.files)
-    assert encrypted.ask("/reload", "POST")[0] == 200
-    shard = encrypted.ask("/shards")[1]["shards"][1]
+    assert encrypted.server.ask("/reload", "POST")[0] == 200
+    shard = encrypted.server.shards()[1]
     os.kill(shard["pid"], signal.SIGKILL)
-
-    def serves() -> bool:
-        now = encrypted.ask("/shards")[1]["shards"][1]
-        return bool(now["state"] == "serving" and now["pid"] != shard["pid"])
-
-    until(serves)
+    encrypted.server.wait_for_restart(1, shard["restarts"] + 1)
     assert encrypted.shown() == [encrypted.on_disk] * 3
