@@ -192,7 +192,8 @@ class Deletion:
             if self._is_needless():
                 break
             self._delete()
-        self._is_due = False
+        if number == self._deletions:
+            self._is_due = False
 
     def _delete(self) -> bool:
         try:

@@ -177,6 +177,25 @@ def test_if_it_is_closed_before_it_deletes_at_once(store: blocking.BlockingStore
     assert store.keys() == ["vllm/a/1"] * is_needless
 
 
+def test_a_reset_during_the_last_repetition_for_the_one_before_is_not_forgotten(store: blocking.BlockingStore) -> None:
+    background, resets = ByHand(), 1
+
+    def is_needless() -> bool:
+        nonlocal resets
+        if background.now == 2.25 and resets == 1:  # in another thread
+            resets = 2
+            assert deletion.delete()
+        return False
+
+    deletion = Deletion(store, "vllm/a/", is_needless, background)
+    assert deletion.delete()
+    background.run(2.25)
+    assert resets == 2
+    store.put("vllm/a/1", b"bytes")
+    deletion.close()
+    assert store.keys() == []
+
+
 def test_a_deletion_that_fails_says_what_to_do(
     gone: blocking.BlockingStore, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
