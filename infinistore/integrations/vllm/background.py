@@ -46,12 +46,19 @@ class Background:
                 else:
                     self._thread = thread
 
-    def submit(self, work: Callable[[], _T]) -> "Future[_T]":
-        """Call a function once. Its result never comes if the thread ends before."""
+    def submit(self, work: Callable[[], _T], otherwise: _T) -> "Future[_T]":
+        """Call a function once. If it fails, the result is `otherwise`; if the thread
+        ends before, there is none.
+        """
         result: Future[_T] = Future()
 
         def task() -> Iterator[float]:
-            result.set_result(work())
+            value = otherwise
+            try:
+                value = work()
+            except Exception as error:  # noqa: BLE001 - the engine goes on without
+                self._record.failed("background", error)
+            result.set_result(value)
             yield from ()
 
         self.start(task())

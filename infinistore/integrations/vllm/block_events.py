@@ -390,7 +390,7 @@ class Sweeper:
             self._next_s = now + self._pause_s
             self._in_doubt = max(0, self._in_doubt - _SWEPT_AT_ONCE)
             if hashes := self._events.next_to_sweep(_SWEPT_AT_ONCE):
-                self._asked = self._background.submit(lambda: self._ask(hashes))
+                self._asked = self._background.submit(lambda: self._ask(hashes), [])
 
     def _ask(self, hashes: Sequence[str]) -> list[str]:
         keys, each = self._keys_of(hashes)

@@ -111,7 +111,7 @@ class LateWrites:
                 return False
             self._next_s = now + _AGAIN_S
             late = list(self._late)
-            self._deletion = self._background.submit(lambda: self._delete(late))
+            self._deletion = self._background.submit(lambda: self._delete(late), False)
             wait([self._deletion], _WAIT_S)
         if not self._deletion.done():
             return False

@@ -220,7 +220,7 @@ class WorkerSide:
                 self._reading += 1
                 waits = self._reading > self._load_threads
             if waits:
-                self._background.submit(partial(self._hold, reading))
+                self._background.submit(partial(self._hold, reading), None)
             self._readers.submit(self._load, reading, after)
 
     def save_layer(self, name: str) -> None:

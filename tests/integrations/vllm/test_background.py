@@ -28,7 +28,7 @@ def test_while_one_task_pauses_others_go_on(background: Background) -> None:
         if name == "b":
             both.set()
 
-    background.submit(both_are_there.wait)
+    background.submit(both_are_there.wait, False)
     background.start(task("a", 0.0, 3600.0, 0.0))
     background.start(task("b", 0.0, 0.0, 0.001))
     both_are_there.set()
@@ -42,8 +42,18 @@ def test_a_task_that_fails_ends_and_the_next_is_done(background: Background, cap
         raise KeyError("a bug")
 
     background.start(fails())
-    assert background.submit(lambda: 0).result(60) == 0
-    assert background.submit(lambda: 1).result(60) == 1
+    assert background.submit(lambda: 0, -1).result(60) == 0
+    assert background.submit(lambda: 1, -1).result(60) == 1
+    assert "KeyError: 'a bug'" in caplog.text
+
+
+def test_whoever_waits_for_a_function_that_fails_goes_on(
+    background: Background, caplog: pytest.LogCaptureFixture
+) -> None:
+    def fail() -> int:
+        raise KeyError("a bug")
+
+    assert background.submit(fail, -1).result(60) == -1
     assert "KeyError: 'a bug'" in caplog.text
 
 
@@ -55,8 +65,8 @@ def test_without_a_thread_nothing_is_done_until_there_is_one(
 
     with monkeypatch.context() as patched:
         patched.setattr(threading.Thread, "start", refuse)
-        first = background.submit(lambda: 1)
-    assert background.submit(lambda: 2).result(60) == 2
+        first = background.submit(lambda: 1, -1)
+    assert background.submit(lambda: 2, -1).result(60) == 2
     assert first.result(60) == 1
 
 
@@ -79,7 +89,7 @@ def test_at_the_end_a_step_is_waited_for_and_no_other_begins(
 
     background.start(task())
     began.wait()
-    later = background.submit(lambda: done.append(3))
+    later = background.submit(lambda: done.append(3), None)
     monkeypatch.setattr(threading.Thread, "join", joined)
     background.close()
     assert done == [1]
