@@ -7,8 +7,8 @@ import trio
 from pictures import recorder, write
 
 from infinistore.demo.display import Display
+from infinistore.demo.prompts import DemoSettings
 from infinistore.demo.run import run_demo
-from infinistore.demo.settings import DemoSettings
 
 
 def main() -> None:
@@ -17,8 +17,8 @@ def main() -> None:
     display = Display(console)
     display.bars.disable = True  # they move, and a picture does not
     with display:
-        result = trio.run(run_demo, DemoSettings(), display)
-    display.table(result)
+        found = trio.run(run_demo, DemoSettings(), display)
+    display.table(found)
     write(console, "demo", "infinistore demo")
 
 

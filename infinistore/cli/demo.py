@@ -8,104 +8,77 @@ import rich_click as click
 
 from infinistore.cli.failures import NegativeAnswer
 from infinistore.cli.options import json_option
-from infinistore.cli.output import note, print_json
-from infinistore.demo.layout import DEFAULT_CHUNK_TOKENS, KVLayout
-from infinistore.demo.settings import (
+from infinistore.cli.output import console, note, print_json
+from infinistore.demo.prompts import (
     DEFAULT_POOL_BYTES,
-    DEFAULT_POOL_BYTES_OF_NODE,
-    DEFAULT_POOL_BYTES_WITH_DISK,
-    DEFAULT_PREFILL_TOKENS_PER_S,
     GROUP_CHUNKS,
+    SMALLER_POOL_BYTES,
+    DemoError,
     DemoSettings,
+    KVLayout,
+    read_text,
 )
 from infinistore.sizes import GIB, format_size, parse_size
 
 if TYPE_CHECKING:
-    from rich.console import Console
-
-    from infinistore.demo.display import DemoResult
+    from infinistore.demo.display import Found
 
 _STOP_SIGNALS: Final = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+_USUAL: Final = DemoSettings()
 
 
-class _PoolSize(click.ParamType):  # type: ignore[type-arg]  # generic in new versions of click only
-    """A size in GB or with a unit, like the server's `--prealloc-size`."""
-
-    name = "size"
-
-    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> int:
-        try:
-            return parse_size(value, GIB)
-        except ValueError as error:
-            self.fail(f"{value} {error}", param, ctx)
+def _pool_size(context: click.Context, parameter: click.Parameter, value: str | None) -> int | None:
+    """Return a size in GB or with a unit, as the server's `--prealloc-size`."""
+    try:
+        return None if value is None else parse_size(value, GIB)
+    except ValueError as error:
+        raise click.BadParameter(f"{value} {error}", context, parameter) from None
 
 
 @click.command()
 @click.option(
-    "--input",
-    "input_file",
-    metavar="FILE",
-    type=click.Path(path_type=Path),
+    "--input", "input_file", metavar="FILE", type=click.Path(path_type=Path),
     help="The text to use. Default: the included text about KV caches.",
-)
+)  # fmt: skip
 @click.option("--url", metavar="URL", help="Use this running server instead of starting one.")
 @click.option(
-    "--pool-size",
-    "pool_bytes",
-    metavar="SIZE",
-    type=_PoolSize(),
+    "--pool-size", "pool_bytes", metavar="SIZE", callback=_pool_size,
     help=f"Pool of the server to start, in GB or with a unit. Default: {format_size(DEFAULT_POOL_BYTES)}, with a disk "
-    f"or with nodes, for each, {format_size(DEFAULT_POOL_BYTES_WITH_DISK)}.",
-)
+    f"or with nodes, for each, {format_size(SMALLER_POOL_BYTES)}.",
+)  # fmt: skip
 @click.option(
-    "--disk",
-    is_flag=True,
+    "--disk", is_flag=True,
     help="Give the server a disk, fill its pool, restart it, and load the first prompt from disk. The disk takes up to "
     "three times the pool, in a folder in TMPDIR that is removed at the end.",
-)
+)  # fmt: skip
 @click.option(
-    "--nodes",
-    metavar="N",
-    type=click.IntRange(2, 16),
+    "--nodes", metavar="N", type=click.IntRange(2, 16),
     help="Start a cluster of so many servers, kill one, and let another one join. They register in an etcd that the "
     "demo starts, or, if none is installed, a file lists them.",
-)
+)  # fmt: skip
 @click.option(
-    "--chunk-tokens",
-    metavar="N",
-    type=click.IntRange(1, 4096),
-    default=DEFAULT_CHUNK_TOKENS,
-    show_default=True,
+    "--chunk-tokens", metavar="N", type=click.IntRange(1, 4096), default=_USUAL.layout.chunk_tokens, show_default=True,
     help="Tokens per chunk; a block is one layer of one chunk.",
-)
+)  # fmt: skip
 @click.option(
-    "--layers",
-    metavar="N",
-    type=click.IntRange(1, 1024),
-    default=KVLayout().layers,
-    show_default=True,
+    "--layers", metavar="N", type=click.IntRange(1, 1024), default=_USUAL.layout.layers, show_default=True,
     help="Layers of the model; Qwen2.5-7B has 28.",
-)
+)  # fmt: skip
 @click.option(
-    "--prefill-tokens-per-s",
-    metavar="N",
-    type=click.FloatRange(1, 1e9),
-    default=DEFAULT_PREFILL_TOKENS_PER_S,
-    show_default=True,
-    help="Speed of the simulated model. No model runs.",
-)
+    "--prefill-tokens-per-s", metavar="N", type=click.FloatRange(1, 1e9), default=_USUAL.prefill_tokens_per_s,
+    show_default=True, help="Speed of the simulated model. No model runs.",
+)  # fmt: skip
 @json_option
 def command(
     *,
-    input_file: Path | None,
     url: str | None,
     pool_bytes: int | None,
     disk: bool,
     nodes: int | None,
     chunk_tokens: int,
     layers: int,
-    prefill_tokens_per_s: float,
     as_json: bool,
+    **others: Any,
 ) -> None:
     """Demonstrate on this machine what the store is for.
 
@@ -119,8 +92,6 @@ def command(
 
     Needs about 1.2 GB of memory, or less with a smaller --pool-size.
     """  # fmt: skip
-    from infinistore.demo.messages import DemoError
-
     if url is not None and pool_bytes is not None:
         raise click.UsageError(
             "--pool-size is for the server that the demo starts; the one at --url has its pool already"
@@ -129,55 +100,40 @@ def command(
         raise click.UsageError("--disk is for the server that the demo starts; it does not restart the one at --url")
     if nodes is not None and (url is not None or disk):
         raise click.UsageError(f"--nodes starts a cluster of its own; leave {'--disk' if url is None else '--url'} out")
-    usual_bytes = DEFAULT_POOL_BYTES_WITH_DISK if disk else DEFAULT_POOL_BYTES_OF_NODE if nodes else DEFAULT_POOL_BYTES
-    settings = DemoSettings(
-        input_file=input_file,
-        url=url,
-        pool_bytes=usual_bytes if pool_bytes is None else pool_bytes,
-        disk=disk,
-        nodes=nodes or 0,
-        layout=KVLayout(layers=layers, chunk_tokens=chunk_tokens, group_chunks=GROUP_CHUNKS if nodes else 0),
-        prefill_tokens_per_s=prefill_tokens_per_s,
-    )
-    from infinistore.demo.run import prepare_text
-
+    usual_bytes = SMALLER_POOL_BYTES if disk or nodes else DEFAULT_POOL_BYTES
+    layout = KVLayout(layers=layers, chunk_tokens=chunk_tokens, group_chunks=GROUP_CHUNKS if nodes else 0)
+    pool_bytes = usual_bytes if pool_bytes is None else pool_bytes
+    settings = DemoSettings(url=url, pool_bytes=pool_bytes, disk=disk, nodes=nodes or 0, layout=layout, **others)
+    prepared = None
     try:
-        prepared = prepare_text(settings)
+        prepared = read_text(settings)
+        found = _run(settings, prepared, quiet=as_json)
     except DemoError as error:
         if as_json:
             print_json({"ok": False, "error": str(error)})
-        raise click.UsageError(str(error)) from None
-    try:
-        result = _run(settings, prepared, _console(quiet=as_json))
-    except DemoError as error:
-        if as_json:
-            print_json({"ok": False, "error": str(error)})
+        if prepared is None:
+            raise click.UsageError(str(error)) from None
         raise NegativeAnswer(f"the demo failed: {error}") from None
     if as_json:
-        print_json(result.as_json())
+        print_json(found)
 
 
-def _console(*, quiet: bool) -> "Console":
-    from infinistore.cli.output import console
-
-    made = console()
-    made.quiet = quiet
-    return made
-
-
-def _run(settings: DemoSettings, prepared: tuple[str, str], console: "Console") -> "DemoResult":
-    """Run the demo and print its table. A signal ends all its processes, then
-    this one.
+def _run(settings: DemoSettings, prepared: tuple[str, list[int]], *, quiet: bool) -> "Found":
+    """Run the demo and print its tables. A signal ends all its processes, then this
+    one.
     """
     import trio
 
     from infinistore.demo.display import Display
-    from infinistore.demo.messages import expected_error
     from infinistore.demo.run import run_demo
+    from infinistore.demo.workers import expected_error
 
-    async def run() -> "DemoResult | signal.Signals":
+    screen = console()
+    screen.quiet = quiet
+
+    async def run() -> "Found | signal.Signals":
         stopped_by: list[signal.Signals] = []
-        result: DemoResult | None = None
+        found: Found | None = None
         # Until the end, so that a second signal does not keep the first from removing
         # what was made.
         with trio.open_signal_receiver(*_STOP_SIGNALS) as signals:
@@ -189,11 +145,11 @@ def _run(settings: DemoSettings, prepared: tuple[str, str], console: "Console") 
 
             async with trio.open_nursery() as nursery:
                 nursery.start_soon(stop_on_signal)
-                with Display(console) as display:
-                    result = await run_demo(settings, display, prepared)
-                display.table(result)
+                with Display(screen) as display:
+                    found = await run_demo(settings, display, prepared)
+                display.table(found)
                 nursery.cancel_scope.cancel()
-        return stopped_by[0] if result is None else result
+        return stopped_by[0] if found is None else found
 
     try:
         outcome = trio.run(run)

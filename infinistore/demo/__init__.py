@@ -1,15 +1,11 @@
 """The demonstration: server, prefill and decode share the KV cache of a text.
 
-`infinistore demo` runs it. `run.py` controls it; the other modules are its parts:
+`infinistore demo` runs it. `run.py` tells the story; the other modules are its parts:
 
-- `settings.py`: the options and their defaults
-- `layout.py`: the bytes of a token, the keys (a hash chain over the tokens, as in
-  inference engines), and the bytes that replace a model's output, the same in every
-  process
-- `text.py`: converts a file to tokens, and to two prompts with the same beginning
-- `messages.py`: the messages between the processes, and expected failures
-- `workers.py`: prefill and decode, each in a separate process
-- `processes.py`: starts, restarts and stops the server, and the workers
+- `prompts.py`: the options; a text as tokens and two prompts; the keys and the bytes of
+  their KV cache, the same in every process
+- `workers.py`: prefill and decode, each a process, and the messages to and from them
+- `processes.py`: starts, restarts and ends the server and the workers
 - `display.py`: the output while it runs, and the figures at the end
 
 Like an engine, it uses only the public API.

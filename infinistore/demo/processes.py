@@ -1,40 +1,32 @@
-"""Starts the server and the workers as processes, reads their output, and ends them.
+"""Starts the server, the nodes and the workers as processes, and ends them.
 
 Every process belongs to a nursery of the caller. When the nursery is cancelled, by
 Ctrl-C or by a failure, each process gets SIGTERM, and SIGKILL five seconds later if it
 still runs. A process that ends unexpectedly raises `DemoError` with its last output.
 
-The server has a disk or none, and can be restarted. A disk lies in a temporary folder
-that nobody else may enter, and that is removed at the end.
+A disk, the data of etcd, and the file that lists the nodes without one lie in a
+temporary folder that nobody else may enter, and that is removed at the end.
 """
 
+import json
 import os
 import re
+import shutil
 import socket
 import subprocess
 import sys
 import tempfile
 from collections import deque
 from collections.abc import AsyncIterator, Callable, Sequence
-from contextlib import ExitStack, asynccontextmanager, suppress
+from contextlib import asynccontextmanager, suppress
 from functools import partial
 from pathlib import Path
+from typing import Self
 
 import trio
 
-from infinistore.demo.messages import (
-    DemoError,
-    Event,
-    Failed,
-    Finished,
-    Job,
-    LineReader,
-    Ready,
-    Setup,
-    decode_event,
-    encode_order,
-)
-from infinistore.demo.settings import DISK_RATIO
+from infinistore.demo.prompts import DemoError
+from infinistore.demo.workers import Event, Failed, Finished, Job, LineReader, Ready, Setup, decode, encode
 from infinistore.disk_settings import DiskPlace
 from infinistore.errors import InfiniStoreException
 from infinistore.sizes import MIB, format_size
@@ -44,32 +36,42 @@ _ENDING_S = 0.5
 _ETCD_CHECK_S = 0.05
 _KEPT_LINES = 20
 _ADDRESS = re.compile(r"tcp://127\.0\.0\.1:\d+")
+_DISK_RATIO = 3  # how many times the pool: room for both prompts, and the pool once more
+_SMALLEST_DISK_BYTES = 256 * MIB
 
 
-class _Process:
+class Process:
     """A child process; the last lines of its standard error are kept for errors."""
 
     def __init__(self, title: str, process: trio.Process) -> None:
+        assert process.stdin is not None and process.stdout is not None and process.stderr is not None
         self.title = title
+        self.pid = process.pid
+        self.url = ""
+        """Where a server listens."""
+        self.stdin, self.stdout = process.stdin, LineReader(process.stdout)
         self._process = process
+        self._stderr = LineReader(process.stderr)
         self._said: deque[str] = deque(maxlen=_KEPT_LINES)
         self._stderr_read = trio.Event()
-        assert process.stdout is not None
-        self._stdout = LineReader(process.stdout)
+        self._is_to_end = False
 
-    @property
-    def pid(self) -> int:
-        """The process id."""
-        return self._process.pid
-
-    async def keep_stderr(self) -> None:
-        """Read standard error until its end, because a full pipe would block
-        the child.
+    @classmethod
+    async def start(cls, nursery: trio.Nursery, title: str, command: Sequence[str], hidden: str = "") -> Self:
+        """Start a process, without the variables of the environment that begin with
+        `hidden`: they may be the settings of another server.
         """
-        assert self._process.stderr is not None
-        reader = LineReader(self._process.stderr)
+        environment = {name: value for name, value in os.environ.items() if not hidden or not name.startswith(hidden)}
+        pipe = subprocess.PIPE
+        run = partial(trio.run_process, stdin=pipe, stdout=pipe, stderr=pipe, check=False, env=environment)
+        process = cls(title, await nursery.start(run, command))
+        nursery.start_soon(process._keep_stderr)
+        return process
+
+    async def _keep_stderr(self) -> None:
+        """Read standard error until its end: a full pipe would block the child."""
         try:
-            while (line := await reader.next_line()) is not None:
+            while (line := await self._stderr.next_line()) is not None:
                 self._said.append(line.decode(errors="replace").strip())
         finally:
             self._stderr_read.set()
@@ -83,199 +85,76 @@ class _Process:
         last = next((line for line in reversed(self._said) if line), "it said nothing")
         return DemoError(f"the {self.title} process {how}: {last}")
 
-
-class ServerProcess(_Process):
-    """A server that listens at `url`."""
-
-    url: str = ""
-    _is_to_end = False
-
-    async def wait_until_ready(self) -> None:
-        """Wait until the server has printed its address."""
-        with trio.move_on_after(_START_TIMEOUT_S):
-            while (line := await self._stdout.next_line()) is not None:
-                if address := _ADDRESS.search(line.decode(errors="replace")):
-                    self.url = address.group()
-                    return
-            raise await self.ended()
-        raise DemoError(f"the server did not say within {_START_TIMEOUT_S:.0f} s that it listens")
-
-    async def raise_if_ended(self) -> None:
-        """Raise `DemoError` if the server has ended or is ending."""
-        with trio.move_on_after(_ENDING_S):
-            raise await self.ended()
-
     async def raise_when_ended(self) -> None:
-        """Read the pipe while the server runs; raise `DemoError` when it ends."""
-        while await self._stdout.next_line() is not None:
+        """Read the pipe while the process runs; raise `DemoError` when it ends by
+        itself."""
+        while await self.stdout.next_line() is not None:
             pass
         if not self._is_to_end:
             raise await self.ended()
 
     async def stop(self) -> None:
-        """Tell the server to end in an orderly way, and wait for it."""
+        """Tell the process to end in an orderly way, and wait for it."""
         self._is_to_end = True
         self._process.terminate()
-        if await self._process.wait() != 0:
-            raise await self.ended()
+        await self.wait()
 
     async def kill(self) -> None:
-        """End the server without a warning, as a lost machine does."""
+        """End the process without a warning, as a lost machine does."""
         self._is_to_end = True
         self._process.kill()
         await self._process.wait()
 
-
-class EtcdProcess(_Process):
-    """A member of etcd, the only one, that clients reach at `address`."""
-
-    def __init__(self, process: trio.Process, address: tuple[str, int]) -> None:
-        super().__init__("etcd", process)
-        self.address = address
-
-    async def wait_until_ready(self) -> None:
-        """Wait until it takes connections."""
-        while True:
-            try:
-                stream = await trio.open_tcp_stream(*self.address)
-            except OSError:
-                await trio.sleep(_ETCD_CHECK_S)
-            else:
-                await stream.aclose()
-                return
-
-    async def raise_when_ended(self) -> None:
-        """Raise `DemoError` when it ends."""
-        raise await self.ended()
-
-
-class WorkerProcess(_Process):
-    """A prefill or decode process that has opened the store."""
-
-    def __init__(self, title: str, process: trio.Process, on_event: Callable[[str, Event], None]) -> None:
-        super().__init__(title, process)
-        self._on_event = on_event
-        assert process.stdin is not None
-        self._stdin = process.stdin
-
-    async def set_up(self, setup: Setup) -> None:
-        """Configure the worker, and wait until it has opened the store."""
-        await self._order(setup)
-        while not isinstance(await self._next_event(), Ready):
-            pass
-
-    async def run(self, job: Job) -> Finished:
-        """Run `job`, and pass its events to `on_event`. One job at a time."""
-        await self._order(job)
-        while not isinstance(event := await self._next_event(), Finished):
-            pass
-        return event
-
-    async def finish(self) -> None:
-        """Tell the worker that there is no more work, and wait for its end."""
-        await self._stdin.aclose()
+    async def wait(self) -> None:
+        """Wait for the end; raise `DemoError` if it is not an orderly one."""
         if await self._process.wait() != 0:
             raise await self.ended()
 
-    async def _order(self, order: Setup | Job) -> None:
-        with suppress(trio.BrokenResourceError):  # it has ended: `_next_event` will find out why
-            await self._stdin.send_all(encode_order(order))
-
-    async def _next_event(self) -> Event:
-        line = await self._stdout.next_line()
-        if line is None:
-            raise await self.ended()
-        event = decode_event(line)
-        self._on_event(self.title, event)
-        if isinstance(event, Failed):
-            raise DemoError(f"{self.title}: {event.message}")
-        return event
-
-
-async def _start(
-    nursery: trio.Nursery, module: str, *arguments: str, environment: dict[str, str] | None = None
-) -> trio.Process:
-    return await _run(nursery, [sys.executable, "-P", "-m", module, *arguments], environment)
-
-
-async def _run(nursery: trio.Nursery, command: list[str], environment: dict[str, str] | None) -> trio.Process:
-    pipe = subprocess.PIPE
-    run = partial(trio.run_process, stdin=pipe, stdout=pipe, stderr=pipe, check=False, env=environment)
-    process: trio.Process = await nursery.start(run, command)
-    return process
-
 
 async def start_server(
-    nursery: trio.Nursery,
-    pool_bytes: int,
-    *,
-    port: int = 0,
-    disk: DiskPlace | None = None,
-    title: str = "server",
-    more: Sequence[str] = (),
-) -> ServerProcess:
+    nursery: trio.Nursery, pool_bytes: int, *, port: int = 0, title: str = "server", more: Sequence[str] = ()
+) -> Process:
     """Start a server on a port of this machine, a free one unless it is given, with TCP
-    only; wait until it listens.
+    only; wait until it listens. It raises `DemoError` in the nursery if it ends.
 
     Raises `DemoError` with the server's own words if it does not start.
     """
-    command = ["--host", "127.0.0.1", "--service-port", str(port), "--manage-port", "0", "--unix-socket", "off"]
-    # Without the settings of another server that may stand in this process's
-    # environment.
-    environment = {name: value for name, value in os.environ.items() if not name.startswith("INFINISTORE_")}
-    command += ["--prealloc-size", format_size(pool_bytes)]
-    command += more
-    if disk is not None:
-        # However slow the disk is, what it has is to be found.
-        command += ["--disk", str(disk), "--disk-wait", f"{_START_TIMEOUT_S:.0f}"]
-    process = await _start(nursery, "infinistore", *command, environment=environment)
-    server = ServerProcess(title, process)
-    nursery.start_soon(server.keep_stderr)
-    await server.wait_until_ready()
-    return server
-
-
-async def start_etcd(nursery: trio.Nursery, program: str, folder: Path) -> EtcdProcess:
-    """Start an etcd of its own on free ports of this machine, with its data in a
-    folder.
-
-    Raises `DemoError` with its own words if it does not start.
-    """
-    client, peer = _free_ports(2)
-    clients, peers = f"http://127.0.0.1:{client}", f"http://127.0.0.1:{peer}"
-    command = [program, "--name", "demo", "--data-dir", str(folder), "--log-level", "error"]
-    command += ["--listen-client-urls", clients, "--advertise-client-urls", clients]
-    command += ["--listen-peer-urls", peers, "--initial-advertise-peer-urls", peers]
-    command += ["--initial-cluster", f"demo={peers}"]
-    environment = {name: value for name, value in os.environ.items() if not name.startswith("ETCD_")}
-    etcd = EtcdProcess(await _run(nursery, command, environment), ("127.0.0.1", client))
-    nursery.start_soon(etcd.keep_stderr)
-    nursery.start_soon(etcd.raise_when_ended)
+    command = [sys.executable, "-P", "-m", "infinistore", "--host", "127.0.0.1", "--service-port", str(port)]
+    command += ["--manage-port", "0", "--unix-socket", "off", "--prealloc-size", format_size(pool_bytes), *more]
+    server = await Process.start(nursery, title, command, hidden="INFINISTORE_")
     with trio.move_on_after(_START_TIMEOUT_S):
-        await etcd.wait_until_ready()
-        return etcd
-    raise DemoError(f"etcd did not take connections within {_START_TIMEOUT_S:.0f} s")
+        while (line := await server.stdout.next_line()) is not None:
+            if address := _ADDRESS.search(line.decode(errors="replace")):
+                server.url = address.group()
+                nursery.start_soon(server.raise_when_ended)
+                return server
+        raise await server.ended()
+    raise DemoError(f"the server did not say within {_START_TIMEOUT_S:.0f} s that it listens")
 
 
-def _free_ports(count: int) -> list[int]:
-    with ExitStack() as sockets:
-        made = [sockets.enter_context(socket.create_server(("127.0.0.1", 0))) for _ in range(count)]
-        return [one.getsockname()[1] for one in made]
+class Worker(Process):
+    """A prefill or decode process."""
 
+    async def ask(self, order: Setup | Job, on_event: Callable[[str, Event], None]) -> Event:
+        """Give the worker an order, pass its events to `on_event`, and return the last
+        of them: `Ready` or `Finished`. One order at a time.
+        """
+        with suppress(trio.BrokenResourceError):  # it has ended: that is found out below
+            await self.stdin.send_all(encode(order))
+        while (line := await self.stdout.next_line()) is not None:
+            event = decode(line)
+            assert not isinstance(event, Setup | Job)
+            on_event(self.title, event)
+            if isinstance(event, Failed):
+                raise DemoError(f"{self.title}: {event.message}")
+            if isinstance(event, Ready | Finished):
+                return event
+        raise await self.ended()
 
-async def start_worker(
-    nursery: trio.Nursery, title: str, setup: Setup, on_event: Callable[[str, Event], None]
-) -> WorkerProcess:
-    """Start the worker `title`, "prefill" or "decode"; return when it has opened the
-    store.
-    """
-    worker = WorkerProcess(title, await _start(nursery, "infinistore.demo.workers", title), on_event)
-    nursery.start_soon(worker.keep_stderr)
-    await worker.set_up(setup)
-    return worker
-
-
-_SMALLEST_DISK_BYTES = 256 * MIB
+    async def finish(self) -> None:
+        """Tell the worker that there is no more work, and wait for its end."""
+        await self.stdin.aclose()
+        await self.wait()
 
 
 class OwnServer:
@@ -285,35 +164,19 @@ class OwnServer:
 
     def __init__(self, nursery: trio.Nursery, pool_bytes: int, disk: DiskPlace | None) -> None:
         self.disk = disk
-        self._nursery = nursery
-        self._pool_bytes = pool_bytes
-        self._process: ServerProcess
+        self.process: Process
+        # However slow the disk is, what it has is to be found.
+        more = [] if disk is None else ["--disk", str(disk), "--disk-wait", f"{_START_TIMEOUT_S:.0f}"]
+        self._start = partial(start_server, nursery, pool_bytes, more=more)
 
-    @property
-    def pid(self) -> int:
-        """The number of its process."""
-        return self._process.pid
-
-    @property
-    def url(self) -> str:
-        """Where it listens: the same after a restart."""
-        return self._process.url
-
-    async def start(self, port: int = 0) -> None:
-        """Start it; raises `DemoError` if it does not start, and in the nursery if it
-        ends.
-        """
-        self._process = await start_server(self._nursery, self._pool_bytes, port=port, disk=self.disk)
-        self._nursery.start_soon(self._process.raise_when_ended)
+    async def start(self) -> None:
+        """Start it; raises `DemoError` if it does not start."""
+        self.process = await self._start()
 
     async def restart(self) -> None:
         """Stop it in an orderly way, and start another one at the same address."""
-        await self._process.stop()
-        await self.start(int(self.url.rpartition(":")[2]))
-
-    async def raise_if_ended(self) -> None:
-        """Raise `DemoError` if it has ended or is ending."""
-        await self._process.raise_if_ended()
+        await self.process.stop()
+        self.process = await self._start(port=int(self.process.url.rpartition(":")[2]))
 
 
 @asynccontextmanager
@@ -321,17 +184,108 @@ async def own_server(pool_bytes: int, *, disk: bool) -> AsyncIterator[OwnServer]
     """Run a server, and end it. If it ends before, that is the error that is raised,
     whatever went wrong in consequence.
     """
-    with ExitStack() as folders:
-        place = None
-        if disk:
-            folder = folders.enter_context(tempfile.TemporaryDirectory(prefix="infinistore-demo-"))
-            place = DiskPlace(Path(folder, "disk"), max(DISK_RATIO * pool_bytes, _SMALLEST_DISK_BYTES))
+    with tempfile.TemporaryDirectory(prefix="infinistore-demo-") as folder:
+        place = DiskPlace(Path(folder, "disk"), max(_DISK_RATIO * pool_bytes, _SMALLEST_DISK_BYTES)) if disk else None
         async with trio.open_nursery() as nursery:
             server = OwnServer(nursery, pool_bytes, place)
             await server.start()
             try:
                 yield server
             except* (DemoError, InfiniStoreException):
-                await server.raise_if_ended()
+                with trio.move_on_after(_ENDING_S):
+                    raise await server.process.ended() from None
                 raise
             nursery.cancel_scope.cancel()  # ends the server
+
+
+class OwnCluster:
+    """Nodes that run, by their names. Make one with `own_cluster`."""
+
+    def __init__(self, nursery: trio.Nursery, pool_bytes: int, folder: Path, etcd: str) -> None:
+        self.nodes: dict[str, Process] = {}
+        self.has_etcd = bool(etcd)
+        """Whether the nodes register in an etcd; else a file lists them."""
+        self._file = folder / "nodes.json"
+        self.url = f"infinistore+etcd://{etcd}/demo" if etcd else f"infinistore+file://{self._file}"
+        self._start = partial(start_server, nursery, pool_bytes)
+        self._states: dict[str, str] = {}
+
+    async def start_node(self, *, warm_up_s: float = 0.0) -> Process:
+        """Start another node. Without etcd, it has joined at once, and is warm after
+        `set_states`.
+
+        Raises `DemoError` if it does not start, and in the nursery if it ends.
+        """
+        name = f"node-{len(self._states) + 1}"
+        flags = ["--cluster", self.url, "--node-id", name, "--node-warm-up", str(warm_up_s)]
+        self.nodes[name] = await self._start(title=name, more=flags if self.has_etcd else ())
+        self.set_state(name, "joining" if warm_up_s else "serving")
+        return self.nodes[name]
+
+    async def kill(self, name: str) -> None:
+        """Kill a node. In etcd it stays until its lease has run out."""
+        await self.nodes.pop(name).kill()
+
+    def set_state(self, name: str, state: str) -> None:
+        """Say in the file that a node has joined, or that it is gone, as an operator
+        would. With etcd, the nodes do that."""
+        self._states[name] = state
+        if self.has_etcd:
+            return
+        nodes = [
+            {"id": name, "address": node.url.partition("://")[2], "state": self._states[name]}
+            for name, node in self.nodes.items()
+        ]
+        new = self._file.with_suffix(".new")
+        new.write_text(json.dumps({"nodes": nodes}))
+        os.replace(new, self._file)
+
+
+@asynccontextmanager
+async def own_cluster(nodes: int, pool_bytes: int, say: Callable[[str, str], None]) -> AsyncIterator[OwnCluster]:
+    """Run a cluster of so many nodes, each with a pool of this size, and end it: first
+    its nodes, then etcd.
+    """
+    with tempfile.TemporaryDirectory(prefix="infinistore-demo-") as folder:
+        async with trio.open_nursery() as around:
+            etcd = ""
+            if program := shutil.which("etcd"):
+                process, etcd = await _start_etcd(around, program, folder)
+                say("etcd", f"process {process.pid} listens at {etcd}; the nodes register there")
+            else:
+                remedy = "on Debian: apt-get install etcd-server"
+                say("cluster", f"etcd is not installed ({remedy}): a file lists the nodes instead")
+            async with trio.open_nursery() as nursery:
+                cluster = OwnCluster(nursery, pool_bytes, Path(folder), etcd)
+                for _ in range(nodes):
+                    node = await cluster.start_node()
+                    say(node.title, f"process {node.pid} listens at {node.url}")
+                yield cluster
+                nursery.cancel_scope.cancel()
+            around.cancel_scope.cancel()
+
+
+async def _start_etcd(nursery: trio.Nursery, program: str, folder: str) -> tuple[Process, str]:
+    """Start an etcd on free ports of this machine, and return where it listens.
+
+    Raises `DemoError` with its own words if it does not start.
+    """
+    with socket.create_server(("127.0.0.1", 0)) as one, socket.create_server(("127.0.0.1", 0)) as other:
+        port, peer_port = one.getsockname()[1], other.getsockname()[1]
+    clients, peers = f"http://127.0.0.1:{port}", f"http://127.0.0.1:{peer_port}"
+    command = [program, "--name", "demo", "--data-dir", str(Path(folder, "etcd")), "--log-level", "error"]
+    command += ["--listen-client-urls", clients, "--advertise-client-urls", clients]
+    command += ["--listen-peer-urls", peers, "--initial-advertise-peer-urls", peers]
+    command += ["--initial-cluster", f"demo={peers}"]
+    etcd = await Process.start(nursery, "etcd", command, hidden="ETCD_")
+    nursery.start_soon(etcd.raise_when_ended)
+    with trio.move_on_after(_START_TIMEOUT_S):
+        while True:
+            try:
+                stream = await trio.open_tcp_stream("127.0.0.1", port)
+            except OSError:
+                await trio.sleep(_ETCD_CHECK_S)
+            else:
+                await stream.aclose()
+                return etcd, f"127.0.0.1:{port}"
+    raise DemoError(f"etcd did not take connections within {_START_TIMEOUT_S:.0f} s")

@@ -16,8 +16,7 @@ from typing import Any
 import pytest
 
 from infinistore import blocking
-from infinistore.demo.layout import KVLayout, block_key, chunk_names
-from infinistore.demo.text import token_ids
+from infinistore.demo.prompts import KVLayout, block_key, chunk_names, token_ids
 from tests import warm
 from tests.cli.in_process import run_here
 

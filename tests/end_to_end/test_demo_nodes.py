@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from infinistore.demo.layout import KVLayout, block_key, chunk_names
+from infinistore.demo.prompts import KVLayout, block_key, chunk_names
 
 from .conftest import started
 from .test_demo import CHUNK_TOKENS, LAYERS, SMALL, demo_as_json, is_running, refused, text_file

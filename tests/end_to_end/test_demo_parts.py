@@ -6,7 +6,6 @@ import hashlib
 import re
 import struct
 from io import StringIO
-from pathlib import Path
 from typing import Any, get_args
 
 import attrs
@@ -18,21 +17,36 @@ from rich.text import Text
 from trio.testing import memory_stream_pair
 
 from infinistore import blocking
-from infinistore.demo.display import Display, Plan, gigabytes_per_s
-from infinistore.demo.layout import KVLayout, block_content, block_key, block_keys, chunk_names, first_difference
-from infinistore.demo.messages import (
+from infinistore.demo.display import Display
+from infinistore.demo.prompts import (
+    SAMPLE_TEXT,
+    VOCABULARY_SIZE,
     DemoError,
+    DemoSettings,
+    KVLayout,
+    Prompt,
+    block_content,
+    block_key,
+    block_keys,
+    chunk_names,
+    first_difference,
+    other_prompts,
+    pieces,
+    token_ids,
+    tokens_that_fit,
+    two_prompts,
+)
+from infinistore.demo.workers import (
     Job,
     LayerDone,
     LineReader,
     Matched,
     Setup,
     Work,
-    decode_order,
-    encode_order,
+    decode,
+    encode,
+    gigabytes_per_s,
 )
-from infinistore.demo.run import other_prompts, tokens_that_fit
-from infinistore.demo.text import VOCABULARY_SIZE, Prompt, pieces, sample_text_file, token_ids, two_prompts
 from infinistore.sizes import GIB, KIB, MIB
 from infinistore.statistics import DiskStatistics, DiskTierStatistics, Stats
 
@@ -47,7 +61,6 @@ def test_the_default_layout_has_the_sizes_of_qwen2_5_7b() -> None:
     layout = KVLayout()
 
     assert layout.row_bytes == 4 * 128 * 2
-    assert layout.token_bytes == 28 * 2048
     assert layout.block_bytes == 512 * KIB
     assert layout.chunk_bytes == 14 * MIB
 
@@ -114,7 +127,7 @@ def test_token_ids_are_the_same_on_every_machine() -> None:
 
 
 def test_the_shipped_text_is_a_prompt_of_several_thousand_tokens() -> None:
-    text = sample_text_file().read_text(encoding="utf-8")
+    text = SAMPLE_TEXT.read_text(encoding="utf-8")
 
     assert text.isascii()
     assert 3000 <= len(token_ids(text)) <= 6000
@@ -191,7 +204,7 @@ def test_both_prompts_fit_into_the_pool_together(tokens: int, capacity_mib: int)
 @given(tokens=token_lists.filter(bool), capacity_mib=st.integers(1, 64))
 def test_other_prompts_fill_the_pool_and_share_no_block(tokens: list[int], capacity_mib: int) -> None:
     layout = KVLayout(layers=3, chunk_tokens=64)
-    prompts = list(other_prompts(layout, tokens, capacity_mib * MIB))
+    prompts = [prompt.tokens for prompt in other_prompts(layout, tokens, capacity_mib * MIB)]
 
     names = [name for prompt in prompts for name in chunk_names(layout, prompt)]
     assert max(map(len, prompts)) <= 32_768
@@ -215,7 +228,7 @@ def test_what_cannot_work_is_refused_with_a_remedy(tokens: int, capacity_bytes: 
     "order", [Setup("tcp://127.0.0.1:1", SMALL, 4000.0), Job("A", [1, 2, 3])], ids=["setup", "job"]
 )
 def test_an_order_survives_its_journey(order: Setup | Job) -> None:
-    assert decode_order(encode_order(order)) == order
+    assert decode(encode(order)) == order
 
 
 @given(
@@ -247,11 +260,11 @@ def usage_of(used_bytes: int, capacity_bytes: int, keys: int) -> Stats:
 def test_a_terminal_shows_layers_and_pool_while_the_work_goes_on() -> None:
     console = Console(file=StringIO(), force_terminal=True, width=100)
     with Display(console) as display:
-        display.plan(Plan("a text", 9, 8, SMALL, 4000.0, 64 * MIB))
+        display.plan(DemoSettings(layout=SMALL), "a text", 9, 8, 64 * MIB)
         display.prompt_started(Prompt("A", "a prompt", [1] * 8))
-        display.event("prefill", Matched("A", 8, 4, 3, 0))
+        display.event("prefill", Matched(8, 4, 3, 0))
         for work in get_args(Work):
-            display.event("prefill", LayerDone("A", work, 1, 2_000_000_000, 1.0))
+            display.event("prefill", LayerDone(work, 1, 2_000_000_000, 1.0))
         display.usage(usage_of(32 * MIB, 64 * MIB, 12))
         with console.capture() as shown:
             console.print(display.bars)
@@ -268,7 +281,3 @@ def test_a_terminal_shows_layers_and_pool_while_the_work_goes_on() -> None:
 def test_a_rate_is_in_units_of_a_thousand_million_bytes() -> None:
     assert gigabytes_per_s(3_000_000_000, 2.0) == 1.5
     assert gigabytes_per_s(0, 2.0) is None
-
-
-def test_the_sample_text_is_part_of_the_package() -> None:
-    assert Path(str(sample_text_file())).is_file()
