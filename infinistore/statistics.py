@@ -57,10 +57,10 @@ class Metric:
     label: str = ""
     """If not empty, `value` returns a number for each value of this label."""
     value: Callable[[Any], Any] = lambda number: number
-    """Returns what the metric shows of the value of the field."""
+    """Turns the value of the field into the number of the metric."""
 
     def numbers(self, value: Any) -> Mapping[str, float]:
-        """Return what it shows, by the value of its label."""
+        """Return its numbers, by the value of its label."""
         shown = self.value(value)
         return shown if self.label else {"": shown}
 
@@ -273,7 +273,7 @@ class StoreStatistics:
     protected_keys: int = attrs.field(
         default=0, kw_only=True, metadata=gauge("protected_keys", "Keys that pin keeps from eviction")
     )
-    """This and what follows is 0 if it is not reported."""
+    """This and the following fields are 0 if not reported."""
     protected_bytes: int = attrs.field(
         default=0, kw_only=True, metadata=gauge("pool_protected_bytes", "Space of the pool that these take")
     )
@@ -431,7 +431,7 @@ LATENCY_BOUNDS_S = (
 
 @attrs.frozen(kw_only=True)
 class TenantStatistics:
-    """What one tenant has of a server, and has done there."""
+    """The figures of one tenant at a server."""
 
     tenant: str = attrs.field(metadata=merge(last))
     group: str = attrs.field(metadata=merge(last))
@@ -449,7 +449,7 @@ class TenantStatistics:
         metadata=gauge("tenant_reserved_bytes", "Space of the pool that is reserved for a tenant")
     )
     max_bytes: int | None = attrs.field(metadata=merge(_if_all_tell(sum)))
-    """What its limits allow it at most."""
+    """The most that its limits allow."""
     hits: int = attrs.field(metadata=counter("tenant_key_hits", "Keys that gets of a tenant found"))
     misses: int = attrs.field(metadata=counter("tenant_key_misses", "Keys that gets of a tenant did not find"))
     evicted: int = attrs.field(metadata=counter("tenant_evicted_blocks", "Blocks of a tenant that were evicted"))
@@ -515,9 +515,9 @@ class DiskTierStatistics:
     disks: list[DiskStatistics] = attrs.field(metadata=merge(_chained))
     queued_bytes: int = attrs.field(metadata=gauge("disk_queued_bytes", "What waits to be written to a disk"))
     ageing_bytes: int
-    """What was put and is too young to be written."""
+    """Blocks that are too young to be written."""
     pinned_bytes: int
-    """What is pinned in the pool because it is being written."""
+    """Blocks that are pinned in the pool while they are written."""
     skipped_blocks: int = attrs.field(
         metadata=counter("disk_skipped_blocks", "Blocks not written because too much waited")
     )
@@ -535,13 +535,13 @@ class DiskTierStatistics:
         metadata=counter("disk_no_room_blocks", "Blocks not read because the pool had no room")
     )
     prefetch_bytes: int
-    """What is still to be read ahead."""
+    """Blocks still to be read ahead."""
     prefetch_skipped_blocks: int
     """Blocks not read ahead because that would have taken too much of the pool."""
     reinserted_blocks: int
     """Blocks written again because their segment was overwritten."""
     held_bytes: int
-    """What holds keep on disk."""
+    """Blocks that holds keep on disk."""
     unsafe_keys: int
     """Deleted keys that a disk which cannot be written may bring back."""
 
@@ -588,9 +588,9 @@ class DrainStatistics:
         metadata=counter("cluster_moved_bytes", "Bytes of blocks that it has passed on while it drained")
     )
     size_bytes: int = 0
-    """What the blocks to be moved have together."""
+    """The size of all blocks to be moved."""
     done_bytes: int = 0
-    """What of this was moved, was there, is gone, or could not be moved."""
+    """The part that was moved, was there already, is gone, or could not be moved."""
     elapsed_s: int = 0
     left_s: float | None = None
     """About how long the rest takes; None if that cannot be said."""
@@ -598,7 +598,7 @@ class DrainStatistics:
 
 @attrs.frozen
 class MembershipStatistics:
-    """What a server knows of its cluster, and whether the cluster knows it."""
+    """A server's view of its cluster, and its own registration there."""
 
     cluster: str
     """The URL, without options."""
@@ -616,7 +616,7 @@ class MembershipStatistics:
     """
     registrations: int = attrs.field(metadata=counter("cluster_registrations", "How often it has registered"))
     problem: str
-    """What keeps it from being registered or listed; empty if nothing does."""
+    """Why it is not registered or listed; empty without a problem."""
     view_age_s: float = attrs.field(
         metadata=gauge(
             "cluster_view_age_seconds", "For how long nothing has confirmed its view of the cluster; -1 without a view"

@@ -257,7 +257,7 @@ def _pass_over_unknown(given: Iterable[str], known: Iterable[str]) -> None:
 
 
 def _seconds(variable: str, given: float | None) -> float | None:
-    """Return what an environment variable says, or else what is given."""
+    """Return the number in an environment variable, or else `given`."""
     text = os.environ.get(variable)
     try:
         return float(text) if text else given

@@ -36,8 +36,7 @@ class Source:
     wait_s: float = 0.0
     name: str = "monitor"
     tenants: Callable[[], Any] | None = attrs.field(default=None, repr=False)
-    """Asks the management API for the tenants, blocking; None if nobody wants to know.
-    """
+    """Asks the management API for the tenants, blocking; None without them."""
 
     def options(self) -> dict[str, Any]:
         """The options for `open_store`; others may be in the URL."""
@@ -125,8 +124,8 @@ async def sample(
 
 
 async def _ask_for_tenants(ask: Callable[[], Any], tenants: TenantsModel, *, may_fail: bool) -> None:
-    """Ask once; what fails is shown, unless it is the first time: then it is most
-    likely asked in a wrong way.
+    """Ask once. A failure is shown, except for the first one: a wrong address or token
+    is most likely.
     """
     try:
         told = await trio.to_thread.run_sync(ask, abandon_on_cancel=True)
@@ -227,9 +226,7 @@ class _StoreScene:
         return self._controls.quit
 
     def sampled(self, changed: Callable[[], None]) -> Callable[[], None]:
-        """Return what to call after a sample: it changes the screen unless it is
-        paused.
-        """
+        """Return a callback for samples, which draws unless the screen is paused."""
         return lambda: None if self._controls.paused else changed()
 
     def lines(self, width: int, height: int) -> list[Text]:

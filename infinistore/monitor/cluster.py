@@ -46,7 +46,7 @@ class _Watched:
 
 
 class ClusterWatch:
-    """The nodes of a cluster and what they do. `source` says how to reach them."""
+    """The nodes of a cluster and their samples. `source` has the options."""
 
     def __init__(self, source: Source, cluster: ClusterUrl, interval_s: float) -> None:
         """Raises ConfigError if a file that the URL names cannot be used."""
@@ -150,7 +150,7 @@ class ClusterWatch:
         return all(watched.model.has_two for watched in self._watched.values())
 
     def snapshot(self) -> ClusterSnapshot:
-        """Return what is known now."""
+        """Return the current snapshot."""
         membership = self._membership
         view = membership.view
         age_s = membership.age_s
@@ -179,9 +179,9 @@ _KINDS = {StaticPlace: "static", FilePlace: "file", EtcdPlace: "etcd"}
 
 
 _TICK_S: Final = 1.0
-"""Ages grow, even if nobody answers."""
+"""The screen is drawn this often at least: ages grow without answers."""
 _VIEW_S: Final = 5.0
-"""How long the first view is waited for, unless another time is given."""
+"""The longest wait for the first view, unless the source has another time."""
 _LINES_AROUND: Final = 10
 
 
@@ -191,7 +191,7 @@ async def watch(
     """Show the live screen. Returns the exit code: 0, or 128 plus a signal's number.
 
     Raises:
-        InfiniStoreException: nobody says who is in the cluster. The terminal is
+        InfiniStoreException: there is no view of the cluster. The terminal is
             unchanged.
     """
     watched = ClusterWatch(source, cluster, interval_s)
@@ -208,10 +208,10 @@ async def watch(
 
 
 async def take_two(source: Source, cluster: ClusterUrl, interval_s: float) -> ClusterSnapshot:
-    """Sample each node twice. Returns what was found.
+    """Sample each node twice. Returns their snapshot.
 
     Raises:
-        InfiniStoreException: nobody says who is in the cluster.
+        InfiniStoreException: there is no view of the cluster.
         StoreUnavailable: no node answers.
     """
     watched = ClusterWatch(source, cluster, interval_s)

@@ -6,7 +6,7 @@ and scrolls so that the selected one is seen; the last row is the sum. Every siz
 exactly `height` lines of at most `width` cells. While a node is open, its screen has
 the keys that the screen of a store always has.
 
-In the document, names end in their unit. What is not known is None.
+In the document, names end in their unit. Unknown values are None.
 """
 
 import enum
@@ -42,7 +42,7 @@ from infinistore.monitor.view import screen as store_screen
 
 @attrs.frozen
 class NodeRow:
-    """One node. What a silent one did last is still in `snapshot`."""
+    """One node. `snapshot` keeps the last figures of a silent one."""
 
     node: Node
     snapshot: Snapshot
@@ -58,7 +58,7 @@ class NodeRow:
 
     @property
     def rates(self) -> Rates | None:
-        """What it does now; None if that is not known."""
+        """Its current rates; None if unknown."""
         return self.snapshot.rates if self.answers else None
 
 
@@ -75,7 +75,7 @@ class ClusterSnapshot:
     view_age_s: float
     """For how long nothing has confirmed the view."""
     problem: str
-    """What keeps a newer view from coming; empty if nothing does."""
+    """Why there is no newer view; empty without a problem."""
     rows: Sequence[NodeRow] = ()
 
 
@@ -261,7 +261,7 @@ def shown_rows(snapshot: ClusterSnapshot, controls: ClusterControls) -> list[Nod
 
 
 def cluster_alarms(snapshot: ClusterSnapshot) -> list[Alarm]:
-    """What is wrong: silent nodes first, then the view, then what nodes warn of."""
+    """All warnings: silent nodes first, then the view, then those of the nodes."""
     silent = [one for one in snapshot.rows if one.silent_s is not None]
     found = [Alarm("silent", "error", f"{one.node.id} is {_silence(one)}") for one in silent]
     if snapshot.problem:

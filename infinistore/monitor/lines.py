@@ -94,10 +94,9 @@ class Column:
     right: bool = True
     rank: int = 0
     keeps_end: bool = False
-    """Whether what is too long loses its beginning, as paths do."""
+    """Whether a long text is cut at its beginning, as paths are."""
     smallest: int = 19
-    """The least width of a column that takes what remains: that of the longest
-    heading."""
+    """The least width of a column without one: that of the longest heading."""
 
 
 def table(

@@ -250,13 +250,13 @@ class Snapshot:
     disks: Sequence[DiskRow] = ()
     """Empty if the store has none."""
     tenants: Tenants | None = None
-    """What the management API tells; None if it is not asked."""
+    """Those of the management API; None if it is not asked."""
     alarms: Sequence[Alarm] = ()
     lost: Lost | None = None
     restarts: int = 0
     restarted_at: datetime | None = None
     kept: Kept | None = None
-    """What the restart has cost; None if that is unknown."""
+    """The keys before and after the restart; None if unknown."""
 
 
 class Model:
@@ -265,7 +265,7 @@ class Model:
     def __init__(self, url: str) -> None:
         self._url = url
         self.tenants: TenantsModel | None = None
-        """What the management API tells; None if it is not asked."""
+        """The tenants by the management API; None if it is not asked."""
         self._samples: deque[Sample] = deque(maxlen=WINDOW_SAMPLES + 1)  # of the current run of the server
         self._history: deque[Point] = deque(maxlen=HISTORY_POINTS)
         self._at: datetime | None = None
@@ -350,5 +350,5 @@ class Model:
 
 
 def _kept(before: Stats, now: Stats) -> Kept | None:
-    """What is left in memory. With disks, nobody knows: what they hold comes back."""
+    """The keys in memory before and after. None with disks, whose keys come back."""
     return Kept(before.store.keys, now.store.keys) if before.disk is None and now.disk is None else None

@@ -82,7 +82,7 @@ class Rates:
     errors: float
     hit_rate: float | None
     reads: float
-    """Keys that were asked for: what the hit rate is of."""
+    """Keys that were read: the base of the hit rate."""
     puts: float
     deleted: float
     evicted: Mapping[str, float]

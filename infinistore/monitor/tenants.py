@@ -1,5 +1,5 @@
-"""The tenants of a server, as its management API tells them: rows of figures, and their
-part of the screen. Pure.
+"""The tenants of a server, by its management API: rows of figures, and their part of
+the screen. Pure.
 """
 
 from collections.abc import Mapping, Sequence
@@ -47,28 +47,26 @@ class TenantRow:
 
 @attrs.frozen
 class Tenants:
-    """All tenants. `problem` says why these are not of now; else it is empty."""
+    """All tenants. `problem` says why the rows are outdated, if they are."""
 
     rows: Sequence[TenantRow] = ()
     problem: str = ""
 
 
 class TenantsModel:
-    """Turns what the management API tells into rows, with rates between two
-    samples.
-    """
+    """Turns answers of the management API into rows, with rates between two."""
 
     def __init__(self) -> None:
         self._before: dict[str, Mapping[str, Any]] = {}
         self._at_s = 0.0
         self.tenants = Tenants()
-        """What is known now."""
+        """The newest rows."""
 
     def observe(self, told: Mapping[str, Any], now_s: float) -> None:
-        """Record what `GET /tenants` has answered. `now_s` is monotonic.
+        """Record an answer to `GET /tenants`. `now_s` is monotonic.
 
         Raises:
-            ValueError: this is no such answer.
+            ValueError: it is no such answer.
         """
         try:
             now = {str(one["tenant"]): one for one in told["tenants"]}
@@ -78,7 +76,7 @@ class TenantsModel:
         self._before, self._at_s, self.tenants = now, now_s, Tenants(rows)
 
     def lose(self, problem: str) -> None:
-        """Record that nothing was told. The last rows stay."""
+        """Record that there was no answer. The last rows stay."""
         self.tenants = attrs.evolve(self.tenants, problem=problem)
 
     def _row(self, one: Mapping[str, Any], elapsed_s: float) -> TenantRow:
@@ -108,8 +106,8 @@ class TenantsModel:
 
 
 def tenant_lines(tenants: Tenants, controls: Controls, width: int, height: int, glyphs: Glyphs) -> list[Text]:
-    """Exactly `height` lines: a heading, what the tenants that the filter shows have
-    together, and each of them, those with the most in the pool first.
+    """Exactly `height` lines: a heading, the sum of the filtered tenants, and a row for
+    each, those with the most in the pool first.
     """
     said = [line([("! ", "yellow"), (tenants.problem, "yellow")], width, glyphs)] if tenants.problem else []
     rows = sorted(
@@ -138,7 +136,7 @@ _COLUMNS: Final = (
 
 
 def _sum_cells(rows: Sequence[TenantRow]) -> list[str]:
-    """What they have together."""
+    """The row of their sum."""
     known = [row.reads_per_s for row in rows if row.reads_per_s is not None]
     return [
         *(f"({len(rows)} of them)", figures.count(sum(row.keys for row in rows))),

@@ -188,7 +188,7 @@ _KEY_BYTES: Final = 1024
 
 
 class Scene(Protocol):
-    """What a live screen shows."""
+    """The contents of a live screen."""
 
     @property
     def ended(self) -> bool:
@@ -198,7 +198,7 @@ class Scene(Protocol):
         """Obey a key; return whether it changes anything."""
 
     def lines(self, width: int, height: int) -> Sequence[Text]:
-        """Return what to show now."""
+        """Return the current lines."""
 
 
 class LiveScreen:

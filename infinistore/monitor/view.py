@@ -73,7 +73,7 @@ def header_line(snapshot: Snapshot, controls: Controls, width: int, glyphs: Glyp
 
 
 def first_line(left: Sequence[Part], at: datetime | None, controls: Controls, width: int, glyphs: Glyphs) -> Text:
-    """What is shown, then the interval and the age of the figures."""
+    """`left`, then the interval and the age of the figures."""
     right: list[Part] = [(" PAUSED ", "reverse")] if controls.paused else []
     right.append((f"  every {figures.duration(controls.interval_s)}", "dim"))
     right.append((f"  {at:%H:%M:%S}" if at is not None else "", ""))
@@ -97,7 +97,7 @@ def shown_alarms(snapshot: Snapshot) -> list[Alarm]:
 
 
 def _cost(kept: Kept | None) -> str:
-    """What is gone since another process serves, as far as the number of keys tells."""
+    """The keys that a restart has lost, in words."""
     if kept is None or kept.after >= kept.before:
         return ""
     if not kept.after:
@@ -533,7 +533,7 @@ def _wide(snapshot: Snapshot, controls: Controls, width: int, height: int, glyph
 
 
 def _of_tenants(snapshot: Snapshot, controls: Controls, width: int, height: int, glyphs: Glyphs) -> list[Text]:
-    """The tenants. What `stats` tells of the pool is what one of them has."""
+    """The tenants. The pool is left out: `stats` has only the part of one of them."""
     gap = [_EMPTY] if height >= _FULL[1] else []
     top = [header_line(snapshot, controls, width, glyphs), *status_lines(snapshot, width, 1, glyphs), *gap]
     tenants = snapshot.tenants or Tenants(problem=_NOT_ASKED)

@@ -1,8 +1,8 @@
-"""What a server tells of its state, to clients that ask and to the management API.
+"""Gathers the statistics of a server, for clients and for the management API.
 
-Details are gathered in slices when an operator asks for them. Every list is bounded,
-because it travels in one message and is shown on one screen: the connections that moved
-the most bytes, and the prefixes that hold the most.
+Details are gathered in slices, on request. Every list is bounded, because it travels in
+one message and is shown on one screen: the connections that moved the most bytes, and
+the largest prefixes.
 """
 
 import heapq
@@ -68,7 +68,7 @@ def arena(core: StoreCore, index: int) -> ArenaStatistics:
 
 
 async def prefixes(core: StoreCore) -> list[PrefixStatistics]:
-    """Return the prefixes that keys share, and what they hold, the largest first.
+    """Return the prefixes of keys with their figures, the largest first.
 
     A key's prefix ends with its last separator, one of `/ : @ # |`; keys without one
     have the empty prefix. While there are too many prefixes, those with the most
@@ -181,7 +181,7 @@ class Telemetry:
         self._disk = disk
         self._started_at = trio.current_time()
         self.cluster: Callable[[], MembershipStatistics] | None = None
-        """What it knows of its cluster, if it is in one."""
+        """Returns its view of its cluster; None without one."""
         self.tenants: Callable[[Counter[str], Counter[str]], Awaitable[list[TenantStatistics]]] | None = None
         """Returns the figures of each tenant, if the server has tenants: see
         `Tenancy.statistics`."""
@@ -196,7 +196,7 @@ class Telemetry:
         return "draining" if self.draining else "serving"
 
     def statistics(self) -> ServerStatistics:
-        """What the server has done so far."""
+        """The counters of the server."""
         self.core.catch_up()
         traffic = self.sessions.traffic()
         return attrs.evolve(
@@ -226,7 +226,7 @@ class Telemetry:
         )
 
     def operations(self) -> list[OperationStatistics]:
-        """How many requests there were of each kind, and how long they took."""
+        """The counts and latencies of each kind of request."""
         return self._recorder.statistics()
 
     def clients(self) -> list[ClientStatistics]:
@@ -235,7 +235,7 @@ class Telemetry:
         return busiest(self.sessions.statistics())
 
     async def details(self) -> ServerDetails:
-        """What takes a few milliseconds to gather. Other tasks run meanwhile."""
+        """Details, which take a few milliseconds. Other tasks run meanwhile."""
         core = self.core
         core.catch_up()
         operations = self._recorder.statistics()
@@ -254,19 +254,17 @@ class Telemetry:
         )
 
     def disk(self) -> DiskTierStatistics | None:
-        """What the disks have done; None without disks."""
+        """The figures of the disks; None without disks."""
         return None if self._disk is None else self._disk()
 
     async def of_tenants(self) -> list[TenantStatistics] | None:
-        """What each tenant has; None without tenants."""
+        """The figures of each tenant; None without tenants."""
         return None if self.tenants is None else await self.tenants(*self.sessions.of_tenants())
 
     async def tenant_tree(
         self, tenant: str, store: StoreCore, with_details: bool, disk: DiskTierStatistics | None = None
     ) -> Tree:
-        """The answer to a tenant: its own store and its own open connections, and
-        nothing of the others.
-        """
+        """The answer to a tenant: its own store and its own open connections."""
         store.catch_up()
         sessions = [session for session in self.sessions if session.identity.tenant == tenant]
         traffic = Traffic()

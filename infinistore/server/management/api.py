@@ -111,11 +111,10 @@ class Management:
         return self.server
 
     def check_lasts(self) -> None:
-        """Check that what was done to the blocks is not undone by another process that
-        goes on with them, and has been told which there are.
+        """Check that no take-over is under way, which would bring blocks back.
 
         Raises:
-            HTTPException: it may be.
+            HTTPException: another process goes on with the blocks.
         """
         context = self.there.context
         kept = context.keeping is not None and self.there.draining
@@ -265,10 +264,10 @@ class Management:
 
 
 def reloaded(problems: Sequence[str]) -> Response:
-    """Answer what came of reading files again.
+    """Answer a reload.
 
     Raises:
-        HTTPException: some could not be used.
+        HTTPException: a file could not be used.
     """
     if problems:
         raise HTTPException(409, "; ".join(problems))

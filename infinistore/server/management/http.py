@@ -14,7 +14,7 @@ Other servers do not promise that: hypercorn is the only ASGI server that runs o
 and it shields its sends from cancellation, lets an unexpected error of one connection
 end all of them, and bounds neither connections nor a complete request.
 
-The application decides what the paths mean, and who may use them.
+The application defines the paths and checks permissions.
 """
 
 import logging
@@ -183,7 +183,7 @@ async def serve_connection(application: Application, stream: Stream, slots: Conn
 
 
 async def _answer_plainly(stream: Any) -> None:
-    """Tell a client that does not speak TLS that it should."""
+    """Answer a client that does not speak TLS."""
     if stream.session.peer_is_plain:
         text = b'{"error": "this port speaks TLS: use https://"}'
         head = b"HTTP/1.1 400 Bad Request\r\nconnection: close\r\ncontent-type: application/json\r\n"
@@ -318,8 +318,8 @@ class _Connection:
             raise StoreUnavailable("the client did not take its response in time")
 
     async def _refuse(self, status: int, problem: str) -> None:
-        """Tell the client what is wrong, if it can still be told, and give it time to
-        read that: closing a socket with unread bytes would reset the connection.
+        """Answer with an error, unless a response has begun, and wait until the client
+        has read it: closing a socket with unread bytes would reset the connection.
         """
         if self._h11.our_state not in (h11.IDLE, h11.SEND_RESPONSE):
             return

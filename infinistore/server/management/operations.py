@@ -144,7 +144,7 @@ _PLAIN: dict[Any, Schema] = {
     bool: {"type": "boolean"},
 }
 REFUSED: Final[Schema] = {"$ref": "#/components/schemas/Error"}
-"""What an answer that refuses has."""
+"""The schema of an error."""
 _ERROR: Schema = {
     "type": "object",
     "properties": {"error": {"type": "string"}},

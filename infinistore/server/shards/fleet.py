@@ -1,12 +1,12 @@
-"""What the supervisor decides about its shards: which part of the settings and which
-core each gets, when all of them can meet, whether the whole serves, and when a shard
-that ended is started again.
+"""The supervisor's decisions: each shard's part of the settings and its core, when all
+shards know each other's addresses, whether the whole serves, and when to restart a
+shard.
 
 Each has an equal part of the pool and of each disk, rounded down. Ports follow the
 first one. In a cluster, each is a node of its own, ID/0 and so on, and all together
 have the weight of the whole. Limits of a connection, a request or a block are those of
 every shard, because a client has connections to all of them. No processes and no clock:
-the supervisor tells what happened, and when.
+the supervisor reports each event with its time.
 """
 
 import os
@@ -32,18 +32,18 @@ _PART_OF_DISK: Final = re.compile(r"shard-\d+-of-(\d+)")
 def has_room(count: int, cores: int) -> bool:
     """Whether there are two cores for each of `count` shards.
 
-    With fewer, a shard that spins takes the core that another shard or a client needs,
-    and one that is kept on its core waits for whoever else is there.
+    With fewer, a spinning shard takes the core that another shard or a client needs,
+    and a pinned shard waits for the other users of its core.
     """
     return cores >= 2 * count
 
 
 def divide(config: ServerConfig, *, page_bytes: int, available_bytes: int, spins: bool) -> list[ServerConfig]:
-    """Return the settings of each shard, which `spins` if nobody says otherwise.
+    """Return the settings of each shard.
 
-    Parts of the pool are whole pages, if they are not too small for that.
-    `available_bytes` is what the machine has for a pool that may grow without a limit
-    of its own.
+    Without a setting, shards spin if `spins`. Parts of the pool are whole pages unless
+    they are smaller than a page. `available_bytes` limits a pool that grows without a
+    limit of its own.
     """
     return [
         attrs.evolve(
@@ -86,12 +86,14 @@ def _socket(place: str, index: int) -> str:
 
 
 def _weight(whole: int, count: int) -> int:
-    """Return the weight of one of `count` shards: a part, but not none of something."""
+    """Return the weight of one of `count` shards, at least 1 unless the whole is 0."""
     return max(round(whole / count), min(whole, 1))
 
 
 def _advertised(place: str | None, index: int) -> str | None:
-    """Return what a shard advertises; without a port, it is that of the shard."""
+    """Return the address that a shard advertises. Without a port, clients use the
+    shard's own.
+    """
     if place is None:
         return None
     host, port = host_and_port(place, 0)
@@ -107,8 +109,8 @@ def prepare_disks(disks: Sequence[DiskPlace], count: int) -> None:
 
     Raises:
         ConfigError: a folder cannot be created, or has blocks of another number of
-            shards. With this number, keys belong to other shards, and what is there
-            would come back as it was if that number was used again.
+            shards. Keys would belong to other shards now, and outdated blocks would
+            come back with the old number.
     """
     for disk in disks:
         try:
@@ -143,7 +145,7 @@ def choose_cores(available: frozenset[int], siblings: Mapping[int, frozenset[int
 
 
 def siblings_here(cores: frozenset[int]) -> dict[int, frozenset[int]]:
-    """Return which cores of this machine share a physical one, as far as it says."""
+    """Return the cores of this machine that share a physical core, if known."""
     found: dict[int, frozenset[int]] = {}
     for core in cores:
         try:

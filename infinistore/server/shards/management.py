@@ -2,8 +2,8 @@
 are merged: metrics, statistics, numbers, lists.
 
 It has the paths of a plain server's API, which answer in the same form, and `GET
-/shards`. Of a shard that does not answer within a few seconds, there is nothing in the
-merged answers, but a request that changes the store fails unless all have done it.
+/shards`. Merged answers leave out a shard that does not answer within a few seconds. A
+request that changes the store fails unless all shards have carried it out.
 """
 
 import json
@@ -188,9 +188,9 @@ def merge_selftests(answers: Mapping[int, Mapping[str, Any]], count: int) -> dic
 
 
 _ANSWER_S: Final = 3.0
-"""How long a shard has to tell something: less than a scraper waits."""
+"""The time for an answer from a shard: less than a scraper waits."""
 _DONE_S: Final = 25.0
-"""How long it has to do something."""
+"""The time for a purge, an eviction, a reload or a self-test."""
 _FORWARDED: Final = ("authorization", "content-type")
 
 
@@ -248,13 +248,11 @@ class ShardsManagement:
         return JSONResponse({"shards": [shard.described() for shard in self._fleet.shards]})
 
     async def tell(self, request: Request) -> Response:
-        """What the shards tell, merged."""
+        """The merged answers of the shards."""
         return JSONResponse(_MERGED[request.scope["path"]](await self._told(request)))
 
     async def metrics(self, request: Request) -> Response:
-        """What Prometheus scrapes. It answers without shards, too: then it tells that
-        they are down.
-        """
+        """A scrape. Without any shard, it says that all are down."""
         answers = await self._ask(request, _ANSWER_S)
         found = {shard: answer.body for shard, answer in answers.items() if answer.status == 200}
         shards = [(shard, shard.index in found) for shard in self._fleet.shards]
@@ -282,7 +280,7 @@ class ShardsManagement:
         return api.reloaded(list(problems))
 
     async def _told(self, request: Request) -> dict[int, Any]:
-        """Return what the shards that answered said."""
+        """Return the answers of the shards that serve."""
         answers = await self._ask(request, _ANSWER_S)
         found = {}
         for shard, answer in answers.items():

@@ -41,14 +41,14 @@ sign, and the supervisor may have heard the last one just before a beat."""
 
 @attrs.frozen
 class Start:
-    """To a shard, first of all: what it is."""
+    """To a shard, first of all: its settings."""
 
     index: int
     config: ServerConfig
     core: int | None
     """The core on which it serves; None for any."""
     management_socket: Path | None
-    """Where it has its management API; None for nowhere."""
+    """The socket of its management API; None without one."""
     beat_s: float
     """The time between its signs of life."""
 
@@ -67,7 +67,7 @@ class Listening:
 
 @attrs.frozen
 class Met:
-    """To a shard: where all are. Now it takes its memory and serves."""
+    """To a shard: the addresses of all. It takes its memory and serves."""
 
     shards: Sequence[Shard]
 
@@ -87,12 +87,12 @@ class Refused:
 
 @attrs.frozen
 class Reload:
-    """To a shard: read again what a server does at SIGHUP."""
+    """To a shard: reload, as at SIGHUP."""
 
 
 @attrs.frozen
 class Drain:
-    """To a shard: stop when the requests under way have finished."""
+    """To a shard: finish the requests under way, then stop."""
 
 
 Message: TypeAlias = Start | Alive | Listening | Met | Serving | Refused | Reload | Drain
@@ -130,7 +130,7 @@ class Link:
         return message
 
     def close(self) -> None:
-        """Let the other end know that this one is gone. Idempotent."""
+        """Close this end. Idempotent."""
         self._sock.close()
 
 
@@ -152,8 +152,8 @@ def beat_of(bound_s: float) -> float:
 class Silence:
     """The silence of one process.
 
-    It is too long if the loop has stood still for the bound of `beat_of`, and that is
-    found before 1.5 times as long is over, if the supervisor runs all the while.
+    It is too long if the loop has stood still for the bound of `beat_of`. A supervisor
+    that runs all the time finds that within 1.5 times the bound.
     """
 
     def __init__(self, beat_s: float) -> None:
@@ -172,8 +172,7 @@ class Silence:
         return self._begun.is_set()
 
     async def wait(self) -> None:
-        """Wait until it lasts too long. It begins with the first sign of life: what a
-        process does before, nobody knows."""
+        """Wait until it lasts too long, counted from the first sign of life on."""
         await self._begun.wait()
         while self._beats < _BEATS:
             await trio.sleep(self._beat_s)
@@ -193,7 +192,7 @@ class ShardProcess:
         if start is None:
             raise EOFError
         self.start: Start = start
-        """What it is."""
+        """Its settings."""
 
     async def run(self, on_serving: Callable[[], None]) -> None:
         """Serve until the supervisor or SIGTERM says otherwise. A refusal to start goes
@@ -227,7 +226,7 @@ class _Served:
         self.reloads.add(self._reload)
 
     async def run(self) -> Refused | None:
-        """Serve. Return why it cannot, if it cannot."""
+        """Serve. Return the reason if the shard cannot start."""
         start = self._start
         refused = None
         environment = Environment(
@@ -264,13 +263,13 @@ class _Served:
         return self._shards
 
     async def beat(self) -> None:
-        """Tell the supervisor again and again that the event loop runs."""
+        """Send a sign of life in each beat."""
         while True:
             await self._link.send(Alive())
             await trio.sleep(self._start.beat_s)
 
     async def obey(self) -> None:
-        """Do as the supervisor says; end when it is gone."""
+        """Follow the supervisor's messages; end with the supervisor."""
         while (message := await self._link.receive()) is not None:
             if isinstance(message, Met):
                 self._shards = message.shards

@@ -1,13 +1,12 @@
 """The supervisor: starts the shards, restarts those that end, and ends with all.
 
-It serves no client. Each shard is a process at the other end of a `Link`, which tells
-the supervisor how far it is, and which ends the shard if the supervisor is killed. All
-shards listen before any takes memory, so that a port in use is known at once, and what
-one refuses at the start ends all. So does what it refuses later in its first life, when
-its settings have turned out to be wrong, as an id that another server has. Otherwise a
-shard that ends is started again, at the same port, with growing pauses; the others go
-on, and its blocks are missing meanwhile. A shard whose event loop hangs is killed, and
-so ends.
+It serves no client. Each shard is a process at the other end of a `Link`, which carries
+its progress, and ends the shard if the supervisor is killed. All shards listen before
+any takes memory, so a port in use is found at once. A shard that refuses to start ends
+all, and so does one whose settings turn out to be wrong in its first life, such as an
+id that another server has. A shard that ends later is restarted at the same port, with
+growing pauses; the others go on, and its blocks are missing meanwhile. A shard whose
+event loop hangs is killed.
 """
 
 import logging
@@ -66,12 +65,13 @@ if TYPE_CHECKING:
 
 _log = logging.getLogger("infinistore.server")
 _LAST_STEPS_S: Final = 10.0
-"""What a shard has after the drain timeout, for its disks, before it is killed."""
+"""The time for a shard's disks, between the drain timeout and its end by SIGKILL."""
 _END_S: Final = 2.0
-"""What it has when nobody waits for requests."""
+"""The time for a shard to end when its link is closed."""
 _HANGS_S: Final = 30.0
-"""After what time without a sign of life a shard is killed, if no service manager says
-after what time it would kill a server."""
+"""A shard without a sign of life for this long is killed, unless the service manager
+has a watchdog time of its own.
+"""
 
 
 async def serve_shards(
@@ -221,8 +221,8 @@ class _Supervisor:
         nursery: trio.Nursery,
         handle_signals: bool,
     ) -> None:
-        """Give the addresses when all shards serve for the first time. From then on,
-        signals drain them; what is told to stop before has nothing to drain.
+        """Report the addresses when all shards serve for the first time. Signals drain
+        the shards from then on; before, there is nothing to drain.
         """
         await self._all_serve.wait()
         if handle_signals:
@@ -311,7 +311,7 @@ class _Supervisor:
         return refused[0].error(f"shard {shard.index}: {refused[0].problem}") if refused else None, status
 
     async def _listen_to(self, shard: ShardState, link: Link, silence: Silence, refused: list[Refused]) -> None:
-        """Take note of what a shard says, until it is gone."""
+        """Handle the messages of a shard until its end is closed."""
         async with trio.open_nursery() as nursery:
             while (message := await link.receive()) is not None:
                 silence.heard()
