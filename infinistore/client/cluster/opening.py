@@ -1,4 +1,5 @@
-"""What the stores of a cluster have in common, whatever drives them.
+"""What the stores of a cluster, and those of one server, have in common, whatever
+drives them.
 
 A server with shards is a cluster, too. The first connection tells where its shards are
 (`ShardsFound`). From then on, a store goes on as that of a static cluster, until its
@@ -6,8 +7,9 @@ server says otherwise: it was started again with another number of shards.
 """
 
 import posixpath
+import threading
 from collections.abc import Callable, Sequence
-from typing import Any, Final, TypeVar
+from typing import Any, Final, Generic, TypeVar
 from urllib.parse import quote
 
 import attrs
@@ -27,7 +29,7 @@ from infinistore.host import let_go_in_child
 from infinistore.protocol.messages import Shard
 from infinistore.transports.cuda import DeviceMemory
 
-_Cluster = TypeVar("_Cluster")
+_Cluster = TypeVar("_Cluster", bound="ClusterStore")
 SILENT_AFTER: Final = 1.25
 """After how many times its deadline of a lookup a node that sends nothing is asked
 whether it is there. A lookup gives up first, so that the question is never asked while
@@ -75,9 +77,9 @@ class ClusterStore:
             membership = open_membership(url, options.token, options.tls)
         self.calls = ClusterCalls(Nodes(membership, make_node), HANDLERS, options, clock)
 
-    def _close_nodes(self) -> None:
+    def close(self) -> None:
         """Close the stores of the nodes; their connections when the calls under way
-        end.
+        end. Any number of times, from any thread.
         """
         self.calls.nodes.close()
         if self._owns_rdma:
@@ -147,24 +149,68 @@ def options_of_shard(options: Options, count: int) -> Options:
     return attrs.evolve(options, max_connections=max(share, min(_LEAST_CONNECTIONS, options.max_connections)))
 
 
-def open_shards(
-    make_cluster: Callable[..., _Cluster],
-    calls: Calls[Any],
-    shards: Sequence[Shard],
-    environment: Environment,
-    make: Callable[..., Any],
-) -> _Cluster | None:
-    """Return what a store with these calls goes on as: the store of a cluster, or None
-    if its server has no shards now. They use the store's device and registered memory.
+class RemoteStore(Generic[_Cluster]):
+    """What the stores of one server have in common: under Trio, asyncio and threads.
+
+    Look-ups have connections of their own, and never wait behind blocks. `cluster` is
+    the class of the store that it goes on as if its server has shards. `clock` is that
+    of its deadlines.
     """
-    if not shards:
-        return None
-    calls.pool.close_idle()
-    return make_cluster(
-        cluster_of(calls.address, shards),
-        options_of_shard(calls.options, len(shards)),
-        environment,
-        make,
-        rdma=calls.rdma,
-        shard_ports=tuple(shard.port for shard in shards),
-    )
+
+    def __init__(
+        self,
+        address: StoreUrl,
+        options: Options,
+        environment: Environment | None,
+        terms: Terms,
+        *,
+        cluster: Callable[..., _Cluster],
+        clock: Callable[[], float],
+    ) -> None:
+        self.verifies = options.verify == "always"
+        self._environment = environment = environment or Environment()
+        self.calls: Calls[Any] = Calls(address, options, clock, environment.random, environment.machine, terms=terms)
+        self._make_cluster = cluster
+        self._sharded: _Cluster | None = None  # since its server was found to have shards
+        self._going_on = threading.Lock()
+
+    def close(self) -> None:
+        """Close the connections; those of calls under way, when they end. Any number of
+        times, from any thread.
+        """
+        if self._sharded is not None:
+            self._sharded.close()
+        self.calls.close()
+
+    def mapped_arenas(self) -> list[tuple[memoryview, memoryview | None]]:
+        """Return the server's pool as far as it is mapped into this process."""
+        return (self._sharded or self.calls).mapped_arenas()
+
+    def _register(self, memory: memoryview | DeviceMemory) -> Registration:
+        return self.calls.register(memory)
+
+    def _rdma(self) -> StoreRdma:
+        return self.calls.rdma
+
+    def _go_on(self, shards: Sequence[Shard], former: _Cluster | None) -> _Cluster | None:
+        """Go on with these shards, or with none, if no other call has noticed yet. They
+        use the device and the registered memory of this store.
+        """
+        with self._going_on:
+            if self._sharded is former:
+                self._sharded = self._open_shards(shards) if shards else None
+                if former is not None:
+                    former.close()
+            return self._sharded
+
+    def _open_shards(self, shards: Sequence[Shard]) -> _Cluster:
+        calls = self.calls
+        calls.pool.close_idle()
+        return self._make_cluster(
+            cluster_of(calls.address, shards),
+            options_of_shard(calls.options, len(shards)),
+            self._environment,
+            type(self),
+            rdma=calls.rdma,
+            shard_ports=tuple(shard.port for shard in shards),
+        )

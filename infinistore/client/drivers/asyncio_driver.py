@@ -14,8 +14,8 @@ from functools import partial
 from typing import Any, TypeVar, Unpack, assert_never, cast
 
 from infinistore.client.api.store import AsyncStore
-from infinistore.client.cluster.opening import SILENT_AFTER, ClusterStore, ask_if_there, open_shards
-from infinistore.client.connection.calls import LOOKUP_CONNECTIONS, PLAIN, WAITING_CONNECTIONS, Attempt, Calls, Terms
+from infinistore.client.cluster.opening import SILENT_AFTER, ClusterStore, RemoteStore, ask_if_there
+from infinistore.client.connection.calls import LOOKUP_CONNECTIONS, PLAIN, WAITING_CONNECTIONS, Attempt, Terms
 from infinistore.client.connection.effects import (
     Background,
     Call,
@@ -32,7 +32,6 @@ from infinistore.client.connection.effects import (
 )
 from infinistore.client.connection.routing import ShardsFound
 from infinistore.client.environment import Environment
-from infinistore.client.memory.buffers import Registration
 from infinistore.client.movers.rdma import StoreRdma
 from infinistore.client.operations.embedded import AwaitDisk, EmbeddedOperations, EmbeddedStore
 from infinistore.client.options import Options, StoreUrl, explained, make_options
@@ -42,8 +41,7 @@ from infinistore.cluster.locate import ClusterUrl
 from infinistore.errors import StoreUnavailable
 from infinistore.kept_errors import KeptError
 from infinistore.protocol.effects import Fill, Pause, Receive, ReceiveDescriptors, Send
-from infinistore.protocol.messages import Shard, StoreRequest
-from infinistore.transports.cuda import DeviceMemory
+from infinistore.protocol.messages import StoreRequest
 from infinistore.transports.sockets.asyncio_streams import AsyncioSocketStream, connect_tcp, connect_unix
 from infinistore.transports.sockets.spin import Spinner
 
@@ -142,7 +140,7 @@ class ClusterAsyncioStore(ClusterStore, AsyncStore):
         """Close the stores of the nodes; their connections when the calls under way
         end. Any number of times.
         """
-        self._close_nodes()
+        super().close()
         for task, loop in list(self._tasks.items()):
             with suppress(RuntimeError):  # its loop was closed
                 loop.call_soon_threadsafe(task.cancel)
@@ -270,12 +268,9 @@ class _EmbeddedAsyncioStore(AsyncStore):
             operations.close()
 
 
-class RemoteAsyncioStore(AsyncStore):
-    """Calls to a server. Look-ups have connections of their own, and never wait behind
-    blocks.
-
-    It connects when it is first used, or at once by `connect`; whoever makes one calls
-    `close`, from any thread.
+class RemoteAsyncioStore(RemoteStore[ClusterAsyncioStore], AsyncStore):
+    """Calls to a server. It connects when it is first used, or at once by `connect`;
+    whoever makes one calls `close`, from any thread.
     """
 
     def __init__(
@@ -286,19 +281,12 @@ class RemoteAsyncioStore(AsyncStore):
         *,
         terms: Terms = PLAIN,
     ) -> None:
-        environment = environment or Environment()
-        self.verifies = options.verify == "always"
-        self.calls: Calls[AsyncioSocketStream] = Calls(
-            address, options, time.monotonic, environment.random, environment.machine, terms=terms
-        )
-        self._connect = environment.connect or self._connect_sockets
+        super().__init__(address, options, environment, terms, cluster=ClusterAsyncioStore, clock=time.monotonic)
+        self._connect = self._environment.connect or self._connect_sockets
         self.payload_slots = Slots(options.max_connections)
         self.waiting_slots = Slots(WAITING_CONNECTIONS)
         self.lookup_slots = Slots(LOOKUP_CONNECTIONS)
         self._owes_a_turn = False
-        self._environment = environment
-        self._sharded: ClusterAsyncioStore | None = None  # since its server was found to have shards
-        self._going_on = threading.Lock()
 
     async def connect(self) -> None:
         """Make the first connection, without retries: a wrong address or token is known
@@ -317,28 +305,10 @@ class RemoteAsyncioStore(AsyncStore):
         if sharded is not None:
             await sharded.connect()
 
-    def close(self) -> None:
-        """Close the connections; those of calls under way, when they end. Any number of
-        times.
-        """
-        if self._sharded is not None:
-            self._sharded.close()
-        self.calls.close()
-
     async def ended(self) -> None:
         """Wait until what goes on in the background has ended, after `close`."""
         if self._sharded is not None:
             await self._sharded.ended()
-
-    def mapped_arenas(self) -> list[tuple[memoryview, memoryview | None]]:
-        """Return the server's pool as far as it is mapped into this process."""
-        return (self._sharded or self.calls).mapped_arenas()
-
-    def _register(self, memory: memoryview | DeviceMemory) -> Registration:
-        return self.calls.register(memory)
-
-    def _rdma(self) -> StoreRdma:
-        return self.calls.rdma
 
     async def _call(self, request: StoreRequest[_T], within_s: float | None = None) -> _T:
         if self._sharded is not None:
@@ -370,17 +340,6 @@ class RemoteAsyncioStore(AsyncStore):
             except ShardsFound as found:
                 self._go_on(found.shards, sharded)
         return await self._call(request)
-
-    def _go_on(self, shards: Sequence[Shard], former: ClusterAsyncioStore | None) -> ClusterAsyncioStore | None:
-        """Go on with these shards, or with none, if no other call has noticed yet."""
-        with self._going_on:
-            if self._sharded is former:
-                self._sharded = open_shards(
-                    ClusterAsyncioStore, self.calls, shards, self._environment, RemoteAsyncioStore
-                )
-                if former is not None:
-                    former.close()
-            return self._sharded
 
     async def _drive(self, call: Call[_T], attempt: Attempt) -> _T:  # noqa: C901, PLR0912  # one dispatch
         """Run a call. A broken stream is raised inside it, so that it can try again."""

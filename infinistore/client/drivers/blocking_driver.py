@@ -24,8 +24,8 @@ from typing import Any, Final, TypeVar, Unpack, assert_never, cast
 from infinistore.client.api.blocking_store import BlockingStore
 from infinistore.client.cluster.calls import LOST
 from infinistore.client.cluster.nodes import PING
-from infinistore.client.cluster.opening import SILENT_AFTER, ClusterStore, check_not_silent, open_shards
-from infinistore.client.connection.calls import LOOKUP_CONNECTIONS, PLAIN, WAITING_CONNECTIONS, Attempt, Calls, Terms
+from infinistore.client.cluster.opening import SILENT_AFTER, ClusterStore, RemoteStore, check_not_silent
+from infinistore.client.connection.calls import LOOKUP_CONNECTIONS, PLAIN, WAITING_CONNECTIONS, Attempt, Terms
 from infinistore.client.connection.effects import (
     Background,
     Call,
@@ -42,7 +42,6 @@ from infinistore.client.connection.effects import (
 from infinistore.client.connection.pool import ConnectionPool, Turn, Turns, new_turn
 from infinistore.client.connection.routing import ENDED, ShardsFound
 from infinistore.client.environment import Environment
-from infinistore.client.memory.buffers import Registration
 from infinistore.client.memory.views import Leased
 from infinistore.client.movers.rdma import StoreRdma
 from infinistore.client.operations.embedded import AwaitDisk, EmbeddedOperations, EmbeddedStore
@@ -53,8 +52,7 @@ from infinistore.errors import DeadlineExceeded, InfiniStoreException, StoreUnav
 from infinistore.host import FORKED, start_thread
 from infinistore.kept_errors import KeptError
 from infinistore.protocol.effects import CHUNK_BYTES, Fill, Pause, Receive, ReceiveDescriptors, Send
-from infinistore.protocol.messages import Shard, StoreRequest
-from infinistore.transports.cuda import DeviceMemory
+from infinistore.protocol.messages import StoreRequest
 from infinistore.transports.sockets.blocking_streams import BlockingSocketStream, connect_tcp, connect_unix
 
 _T = TypeVar("_T")
@@ -450,7 +448,7 @@ class ClusterBlockingStore(ClusterStore, BlockingStore):
         """Close the stores of the nodes; their connections when the calls under way
         end. Any number of times.
         """
-        self._close_nodes()
+        super().close()
         if self.calls.nodes.closed == FORKED:  # threads that are not here may have the locks
             return
         self._background.close()
@@ -628,12 +626,9 @@ class _EmbeddedBlockingStore(BlockingStore):
             operations.close()
 
 
-class RemoteBlockingStore(BlockingStore):
-    """Calls to a server. Look-ups have connections of their own, and never wait behind
-    blocks.
-
-    It connects when it is first used, or at once by `connect`; whoever makes one calls
-    `close`, from any thread.
+class RemoteBlockingStore(RemoteStore[ClusterBlockingStore], BlockingStore):
+    """Calls to a server. It connects when it is first used, or at once by `connect`;
+    whoever makes one calls `close`, from any thread.
     """
 
     def __init__(
@@ -644,18 +639,11 @@ class RemoteBlockingStore(BlockingStore):
         *,
         terms: Terms = PLAIN,
     ) -> None:
-        self.verifies = options.verify == "always"
-        environment = environment or Environment()
-        self.calls: Calls[BlockingSocketStream] = Calls(
-            address, options, time.monotonic, environment.random, environment.machine, terms=terms
-        )
-        self._connect = environment.connect or self._connect_sockets
+        super().__init__(address, options, environment, terms, cluster=ClusterBlockingStore, clock=time.monotonic)
+        self._connect = self._environment.connect or self._connect_sockets
         self.payload_turns = Turns(options.max_connections)
         self.waiting_turns = Turns(WAITING_CONNECTIONS)
         self.lookup_turns = Turns(LOOKUP_CONNECTIONS)
-        self._environment = environment
-        self._sharded: ClusterBlockingStore | None = None  # since its server was found to have shards
-        self._going_on = threading.Lock()
 
     def connect(self) -> None:
         """Make the first connection, without retries: a wrong address or token is known
@@ -677,20 +665,8 @@ class RemoteBlockingStore(BlockingStore):
         """Close the connections; those of calls under way, when they end. Any number of
         times.
         """
-        if self._sharded is not None:
-            self._sharded.close()
-        self.calls.close()
+        super().close()
         self.calls.pool.close_interrupted()
-
-    def mapped_arenas(self) -> list[tuple[memoryview, memoryview | None]]:
-        """Return the server's pool as far as it is mapped into this process."""
-        return (self._sharded or self.calls).mapped_arenas()
-
-    def _register(self, memory: memoryview | DeviceMemory) -> Registration:
-        return self.calls.register(memory)
-
-    def _rdma(self) -> StoreRdma:
-        return self.calls.rdma
 
     def _call(self, request: StoreRequest[_T], within_s: float | None = None, ending: Ending | None = None) -> _T:
         if self._sharded is not None:
@@ -733,17 +709,6 @@ class RemoteBlockingStore(BlockingStore):
             except ShardsFound as found:
                 self._go_on(found.shards, sharded)
         return self._call(request)
-
-    def _go_on(self, shards: Sequence[Shard], former: ClusterBlockingStore | None) -> ClusterBlockingStore | None:
-        """Go on with these shards, or with none, if no other call has noticed yet."""
-        with self._going_on:
-            if self._sharded is former:
-                self._sharded = open_shards(
-                    ClusterBlockingStore, self.calls, shards, self._environment, RemoteBlockingStore
-                )
-                if former is not None:
-                    former.close()
-            return self._sharded
 
     def _queue(self, turns: Turns, turn: Turn, attempt: Attempt) -> None:
         """Wait until a call may begin, and close what interrupted ones have left."""

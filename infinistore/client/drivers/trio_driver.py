@@ -18,8 +18,8 @@ from typing import Any, TypeVar, Unpack, assert_never, cast
 import trio
 
 from infinistore.client.api.store import AsyncStore
-from infinistore.client.cluster.opening import SILENT_AFTER, ClusterStore, ask_if_there, open_shards
-from infinistore.client.connection.calls import LOOKUP_CONNECTIONS, PLAIN, WAITING_CONNECTIONS, Attempt, Calls, Terms
+from infinistore.client.cluster.opening import SILENT_AFTER, ClusterStore, RemoteStore, ask_if_there
+from infinistore.client.connection.calls import LOOKUP_CONNECTIONS, PLAIN, WAITING_CONNECTIONS, Attempt, Terms
 from infinistore.client.connection.effects import (
     Background,
     Call,
@@ -36,7 +36,6 @@ from infinistore.client.connection.effects import (
 )
 from infinistore.client.connection.routing import ShardsFound
 from infinistore.client.environment import Environment
-from infinistore.client.memory.buffers import Registration
 from infinistore.client.movers.rdma import StoreRdma
 from infinistore.client.operations.embedded import AwaitDisk, EmbeddedOperations, EmbeddedStore
 from infinistore.client.options import Options, StoreUrl, explained, make_options
@@ -46,8 +45,7 @@ from infinistore.cluster.locate import ClusterUrl
 from infinistore.errors import StoreUnavailable
 from infinistore.kept_errors import KeptError
 from infinistore.protocol.effects import Fill, Pause, Receive, ReceiveDescriptors, Send
-from infinistore.protocol.messages import Shard, StoreRequest
-from infinistore.transports.cuda import DeviceMemory
+from infinistore.protocol.messages import StoreRequest
 from infinistore.transports.sockets.trio_streams import SocketStream, connect_tcp, connect_unix
 
 _T = TypeVar("_T")
@@ -149,12 +147,6 @@ class ClusterTrioStore(ClusterStore, AsyncStore):
         with trio.CancelScope(shield=True):  # they end at their next checkpoint
             for event in ended:
                 await event.wait()
-
-    def close(self) -> None:
-        """Close the stores of the nodes; their connections when the calls under way
-        end.
-        """
-        self._close_nodes()
 
     async def _call(self, request: StoreRequest[_T]) -> _T:
         return await self.drive(self.calls.call(request))
@@ -285,11 +277,9 @@ async def _disk(effect: AwaitDisk) -> None:
         await done.wait()
 
 
-class RemoteTrioStore(AsyncStore):
-    """Calls to a server. Look-ups have connections of their own, and never wait behind
-    blocks.
-
-    `environment` is that of this process, unless a simulation gives another.
+class RemoteTrioStore(RemoteStore[ClusterTrioStore], AsyncStore):
+    """Calls to a server. `environment` is that of this process, unless a simulation
+    gives another.
     """
 
     def __init__(
@@ -300,17 +290,11 @@ class RemoteTrioStore(AsyncStore):
         *,
         terms: Terms = PLAIN,
     ) -> None:
-        environment = environment or Environment()
-        self.verifies = options.verify == "always"
-        self.calls: Calls[SocketStream] = Calls(
-            address, options, trio.current_time, environment.random, environment.machine, terms=terms
-        )
-        self._connect = environment.connect or self._connect_sockets
+        super().__init__(address, options, environment, terms, cluster=ClusterTrioStore, clock=trio.current_time)
+        self._connect = self._environment.connect or self._connect_sockets
         self.payload_slots = trio.Semaphore(options.max_connections)
         self.waiting_slots = trio.Semaphore(WAITING_CONNECTIONS)
         self.lookup_slots = trio.Semaphore(LOOKUP_CONNECTIONS)
-        self._environment = environment
-        self._sharded: ClusterTrioStore | None = None  # since its server was found to have shards
 
     async def connect(self) -> None:
         """Make the first connection, without retries: a wrong address or token is known
@@ -328,27 +312,11 @@ class RemoteTrioStore(AsyncStore):
         if sharded is not None:
             await sharded.connect()
 
-    def close(self) -> None:
-        """Close the connections; those of calls under way, when they end."""
-        if self._sharded is not None:
-            self._sharded.close()
-        self.calls.close()
-
     async def aclose(self) -> None:
         """Close the store, and wait until what goes on in the background has ended."""
         self.close()
         if self._sharded is not None:
             await self._sharded.aclose()
-
-    def mapped_arenas(self) -> list[tuple[memoryview, memoryview | None]]:
-        """Return the server's pool as far as it is mapped into this process."""
-        return (self._sharded or self.calls).mapped_arenas()
-
-    def _register(self, memory: memoryview | DeviceMemory) -> Registration:
-        return self.calls.register(memory)
-
-    def _rdma(self) -> StoreRdma:
-        return self.calls.rdma
 
     async def _call(self, request: StoreRequest[_T], within_s: float | None = None) -> _T:
         if self._sharded is not None:
@@ -385,14 +353,6 @@ class RemoteTrioStore(AsyncStore):
             except ShardsFound as found:
                 self._go_on(found.shards, sharded)
         return await self._call(request)
-
-    def _go_on(self, shards: Sequence[Shard], former: ClusterTrioStore | None) -> ClusterTrioStore | None:
-        """Go on with these shards, or with none, if no other call has noticed yet."""
-        if self._sharded is former:
-            self._sharded = open_shards(ClusterTrioStore, self.calls, shards, self._environment, RemoteTrioStore)
-            if former is not None:
-                former.close()
-        return self._sharded
 
     async def _drive(self, call: Call[_T], attempt: Attempt) -> _T:  # noqa: C901, PLR0912  # one dispatch
         """Run a call. A broken stream is raised inside it, so that it can try again.
