@@ -422,21 +422,10 @@ def screen(snapshot: Snapshot, controls: Controls, width: int, height: int, glyp
     return padded(lines, height)
 
 
-@attrs.define
-class _Heights:
-    """The heights of variable parts; the gaps are blank lines between all parts or
-    none.
-    """
-
-    status: int = 1
-    arenas: int = 1
-    disks: int = 0
-    operations: int = 3
-    clients: int = 0
-    prefixes: int = 0
-    gaps: int = 0
-
-
+_LEAST: Final = {"status": 1, "arenas": 1, "disks": 0, "operations": 3, "clients": 0, "prefixes": 0, "gaps": 0}
+"""The heights of the variable parts on the smallest screen. The gaps are blank lines
+between all parts or none.
+"""
 _FIXED: Final = 8  # header, pool, flow (3), activity (2), footer
 _GAPS: Final = 6
 # The parts in the order of growth, with limits; a table needs at least two lines.
@@ -450,46 +439,46 @@ _GROWTH: Final = (
 _WHOLE: Final = {"gaps": _GAPS, "clients": 2, "prefixes": 2, "disks": 2}
 
 
-def _heights(height: int, kinds: int, disks: int) -> _Heights:
+def _heights(height: int, kinds: int, disks: int) -> dict[str, int]:
     """Distribute the lines.
 
     The result depends on the size of the screen, the number of kinds of requests so
     far and the number of disks, so that nothing moves when figures change.
     """
-    heights = _Heights()
+    heights = dict(_LEAST)
     most = {"operations": kinds + 1, "disks": disks + 1 if disks else 0}
-    left = height - _FIXED - heights.status - heights.arenas - heights.operations
+    left = height - _FIXED - sum(heights.values())
     for part, target in _GROWTH:
-        has: int = getattr(heights, part)
-        more = min(left, min(target, most.get(part, target)) - has)
-        if more > 0 and has + more >= _WHOLE.get(part, 0):
-            setattr(heights, part, has + more)
+        more = min(left, min(target, most.get(part, target)) - heights[part])
+        if more > 0 and heights[part] + more >= _WHOLE.get(part, 0):
+            heights[part] += more
             left -= more
     return heights
 
 
 def _tall(snapshot: Snapshot, controls: Controls, width: int, height: int, glyphs: Glyphs) -> list[Text]:
     heights = _heights(height, len(snapshot.operations), len(snapshot.disks))
-    if snapshot.lost is not None and heights.arenas > 1:  # the reason is long, and the map is outdated
-        heights.status, heights.arenas = heights.status + 1, heights.arenas - 1
-    gap = [_EMPTY] if heights.gaps else []
+    if snapshot.lost is not None and heights["arenas"] > 1:  # the reason is long, and the map is outdated
+        heights["status"] += 1
+        heights["arenas"] -= 1
+    gap = [_EMPTY] if heights["gaps"] else []
     lines = [
         header_line(snapshot, controls, width, glyphs),
-        *status_lines(snapshot, width, heights.status, glyphs),
+        *status_lines(snapshot, width, heights["status"], glyphs),
         *gap,
         pool_line(snapshot, width, glyphs),
-        *arena_lines(snapshot, width, heights.arenas, glyphs),
-        *disk_lines(snapshot, width, heights.disks, glyphs),
+        *arena_lines(snapshot, width, heights["arenas"], glyphs),
+        *disk_lines(snapshot, width, heights["disks"], glyphs),
         *gap,
         *flow_lines(snapshot, width, glyphs),
         *gap,
-        *operation_lines(snapshot, width, heights.operations, glyphs),
+        *operation_lines(snapshot, width, heights["operations"], glyphs),
         *gap,
         *activity_lines(snapshot, width, glyphs),
         *gap,
-        *client_lines(snapshot, controls, width, heights.clients, glyphs),
+        *client_lines(snapshot, controls, width, heights["clients"], glyphs),
         *gap,
-        *prefix_lines(snapshot, controls, width, heights.prefixes, glyphs),
+        *prefix_lines(snapshot, controls, width, heights["prefixes"], glyphs),
     ]
     return _with_footer(lines, controls, width, height, glyphs)
 

@@ -58,7 +58,7 @@ def divide(config: ServerConfig, *, page_bytes: int, available_bytes: int, spins
             prealloc_bytes=_part(config, config.prealloc_bytes, page_bytes),
             max_pool_bytes=_most(config, available_bytes, page_bytes),
             disks=tuple(
-                DiskPlace(disk.folder / _folder_name(index, config.shards), disk.size_bytes // config.shards)
+                DiskPlace(disk.folder / f"shard-{index}-of-{config.shards}", disk.size_bytes // config.shards)
                 for disk in config.disks
             ),
         )
@@ -98,10 +98,6 @@ def _advertised(place: str | None, index: int) -> str | None:
         return None
     host, port = host_and_port(place, 0)
     return with_port(host, port + index) if port else place
-
-
-def _folder_name(index: int, count: int) -> str:
-    return f"shard-{index}-of-{count}"
 
 
 def prepare_disks(disks: Sequence[DiskPlace], count: int) -> None:
