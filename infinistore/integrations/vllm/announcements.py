@@ -16,6 +16,7 @@ from collections.abc import Iterator, Mapping
 from typing import Final
 
 from infinistore.blocking import BlockingStore, key_pages
+from infinistore.errors import InfiniStoreException
 from infinistore.integrations.internal.record import Record
 from infinistore.integrations.vllm.blocks import BlockNames
 
@@ -54,12 +55,19 @@ class Announcement:
 
     def announce(self) -> None:
         """Announce once, and warn of others if they are not known yet."""
-        # First of all: of two engines that start together, one at least sees the other.
-        with self._record.trying("announcement"):
+        # A success is not recorded: it has more time than a lookup, and says nothing of
+        # those. First of all it is put: of two engines that start together, one at
+        # least sees the other.
+        try:
             self._store.put(self._key, json.dumps(dict(self._names.facts)).encode(), ttl_s=_LASTS_S)
+        except InfiniStoreException as error:
+            self._record.failed("announcement", error)
         if self._looks:
-            with self._record.trying("look at other engines"):
+            try:
                 others = dict(self._others())
+            except InfiniStoreException as error:
+                self._record.failed("announcement", error)
+            else:
                 self._looks -= 1
                 self._tell(others)
 

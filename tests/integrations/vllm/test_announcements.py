@@ -189,9 +189,16 @@ def test_a_store_that_is_lost_meanwhile_is_told_once_and_looked_at_when_it_is_ba
     (line,) = caplog.messages
     assert "announcement failed" in line
     one.announce()
-    assert "announcement works again" in caplog.messages[1]
-    assert "tensor parallel shards 4, here 2" in caplog.messages[2]
+    assert "tensor parallel shards 4, here 2" in caplog.messages[1]
     assert len(there(store)) == 2
+
+
+def test_an_announcement_that_succeeds_does_not_end_an_outage_of_lookups(store: blocking.BlockingStore) -> None:
+    """It has more time than they, and would tell each minute that the store is back."""
+    record = make_record()
+    record.failed("look-up", StoreUnavailable("too slow"))
+    Announcement(store, make_names(), record, writes=True).announce()
+    assert not record.is_healthy
 
 
 def test_one_that_may_not_write_is_told_of_others(
