@@ -14,10 +14,11 @@ is lost, slow or full costs time, never correctness.
 
 Modules: `settings` (`kv_connector_extra_config`), `blocks` (keys, and messages from the
 scheduler to the workers), `scheduler` and `worker` (the two halves of the connector,
-independent of vLLM), `background` (the thread for all that may take a while), `resets`
-(what is deleted when the cache is reset), `block_events` (what routers are told, now
-and when they come late), and `connector`, vLLM's class. Only the last one and what it
-is made of, such as `layout` and `kv_events`, need vLLM; it is imported on first use.
+independent of vLLM), `background` (the thread for calls that nobody waits for),
+`resets` (deletions when the cache is reset), `block_events` (events and dumps for
+routers), `announcements` (warnings of engines that share nothing), and `connector`,
+vLLM's class. Only `connector`, `layout` and `kv_events` need vLLM; the first is
+imported on first use.
 """
 
 from importlib.metadata import PackageNotFoundError, version

@@ -1,10 +1,12 @@
-"""Says why engines of one name share nothing, in one line at their start.
+"""Warns at the start of an engine, in one line, why it shares no blocks with other
+engines of the same model.
 
-Keys of blocks have a fingerprint of everything that must be alike, so that an engine
-never reads blocks that it cannot use. Nobody sees from a fingerprint what differs. So
-each engine leaves a value that says what its own stands for, and reads those of others.
-Its value lasts three minutes and is renewed every minute: one that has ended is not
-named. It is as easily evicted as any value: this is a help, and nothing depends on it.
+Keys of blocks contain a fingerprint of everything that two engines must have in common,
+so that an engine never reads blocks that it cannot use. A fingerprint does not show
+which setting differs. So each engine stores the settings behind its fingerprint, and
+compares them with those of the others. The value lasts three minutes, and is renewed
+every minute, so that nobody is warned of an engine that has ended. It can be evicted
+like any other value; no function depends on it.
 
 All of it is done in the background: an engine without requests does nothing by itself,
 and a listing takes a store with many keys a while.
@@ -25,7 +27,7 @@ LOG = logging.getLogger("vllm.infinistore")
 _LASTS_S: Final = 180.0
 _AGAIN_S: Final = 60.0
 _LOOKS: Final = 10
-"""How often an engine that only reads looks for one that writes what it reads."""
+"""How often an engine that only reads looks for one that writes its blocks."""
 _MOST_CHARACTERS: Final = 80
 _SHARDS: Final = "shards"
 _WORDS: Final = {_SHARDS: "tensor parallel shards"}
@@ -34,9 +36,10 @@ _READER: Final = "/reader"
 
 
 class Announcement:
-    """What one engine tells others of its name, and hears of them. Never fails.
+    """Announces one engine to the others of its model, and warns of those that differ.
+    Never fails.
 
-    `writes` says whether it writes blocks.
+    `writes`: this engine writes blocks.
     """
 
     def __init__(self, store: BlockingStore, names: BlockNames, record: Record, *, writes: bool) -> None:

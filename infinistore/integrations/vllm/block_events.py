@@ -1,22 +1,21 @@
-"""What is stored and what is gone, for routers that send a request where its prefix is:
-changes as they happen, and all that is stored for one who comes late.
+"""Events about stored and removed blocks, for routers that send a request to the engine
+that has its prefix; and dumps of all stored blocks for routers that start later.
 
 The scheduler's half collects changes in `BlockEvents`. A block is stored when every
 worker has written its part of it, or when a look-up has found it. It is gone when the
-store tells that it has removed it, when a look-up, a load or a sweep has missed it, or
-when the store was reset. A sweep asks for a few blocks at a time, so that in the end it
-is noticed, too, what the store could not tell; at once, if the store says that there
-was something that it could not. What is known is bounded: the blocks known for longest
-are told as gone, and no longer watched. A router that believes that sends a request
+store has reported its removal, when a look-up, a load or a sweep has missed it, or when
+the store was reset. A sweep asks for a few blocks at a time. In the end it finds the
+removals that the store could not report; if the store says that there were some, the
+sweep asks for all blocks at once. The number of known blocks is bounded: those known
+for longest are reported as gone, and no longer watched. A router then sends a request
 elsewhere, which costs time only.
 
-One who has followed all batches of events knows which blocks are told as stored and
-not as removed. `StoredBlocks` keeps what is needed to tell them to one who comes late:
-as of the end of a batch, whose number is known, with parents before their children. A
-block is told as stored once for each copy of it, and as removed as often: vLLM does not
-merge equal blocks. So copies are counted, and a dump tells each. Of more blocks than a
-bound, the last ones are left out, because what is stored behind others is of no use
-without them, and it is counted how many.
+A router that has followed all events knows the blocks that were stored and not removed.
+`StoredBlocks` keeps the same knowledge for routers that start later, as of the end of a
+numbered batch, with parents before their children. vLLM does not merge equal blocks: it
+reports each copy as stored, and each as removed. So copies are counted, and a dump has
+each of them. Above a bound, the last blocks are left out and counted, because blocks
+are of no use without those before them.
 """
 
 import itertools
@@ -88,9 +87,9 @@ class _Place:
 
 
 class Dump:
-    """All blocks that were stored when the batches before `next_batch` were told.
+    """All blocks that were stored after the batches before `next_batch`.
 
-    `left_out` copies of blocks are missing. There are `parts` parts, at least one.
+    `left_out` copies of blocks are missing. A dump has at least one part.
     """
 
     def __init__(self, next_batch: int, left_out: int, blocks: Sequence[tuple[Hashable, Hashable, _Block]]) -> None:
@@ -103,7 +102,7 @@ class Dump:
         return len(self._blocks)
 
     def part(self, number: int) -> Iterator[Run]:
-        """Return the blocks of a part: their parents are there, or in one before."""
+        """Return the blocks of a part. Their parents are in it or in an earlier one."""
         run: list[tuple[Hashable, Hashable, _Block]] = []
         for place, name, block in self._blocks[number * _PART_BLOCKS : (number + 1) * _PART_BLOCKS]:
             if run and not _is_next(run[-1], (place, name, block)):
@@ -130,7 +129,7 @@ class StoredBlocks:
 
     @property
     def left_out(self) -> int:
-        """How many copies of blocks are stored and not known here."""
+        """How many copies of blocks are stored, but left out of dumps."""
         return sum(place.left_out for place in self._places.values())
 
     @contextmanager
@@ -242,8 +241,8 @@ _MOST_BATCHES = 16
 
 @attrs.frozen
 class SavedBlocks:
-    """What became of saves, by their numbers: how many workers have written all, and
-    how many have not.
+    """The outcomes of saves, by their numbers: how many workers have written all
+    blocks of the save, and how many have not.
     """
 
     complete: Counter[int] = attrs.field(factory=Counter)
@@ -257,7 +256,7 @@ class SavedBlocks:
 
 
 class BlockEvents:
-    """The changes that are not told yet, and the blocks that were told as stored.
+    """The changes that no event has reported yet, and the blocks reported as stored.
 
     `workers` write parts of each block. `describe` returns the change that stores a
     request's blocks, from a number up to another one. At most `most` blocks are known,
@@ -379,7 +378,7 @@ class Sweeper:
         """How many blocks are still to be asked for without a pause."""
 
     def go_on(self) -> None:
-        """Note what the last question found, and ask the next one if it is time."""
+        """Note the answer to the last question, and ask the next one if it is time."""
         if self._asked is not None and self._asked.done():
             self._events.missing(self._asked.result())
             self._asked = None

@@ -1,6 +1,6 @@
-"""vLLM's class: forwards vLLM's calls to the two halves of the connector; what it can
-see of a MultiConnector that it is a part of; and its statistics in vLLM's log and among
-its Prometheus metrics.
+"""vLLM's class: forwards vLLM's calls to the two halves of the connector. Also the
+checks of a MultiConnector around it, and the connector's statistics in vLLM's log and
+among vLLM's Prometheus metrics.
 """
 
 import logging
@@ -80,7 +80,7 @@ _BUCKETS_S = (0.0005, 0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0,
 
 
 class ConnectorStats(KVConnectorStats):
-    """What `Observations.take` returned, added up over workers and time."""
+    """The results of `Observations.take`, added up over workers and time."""
 
     def reset(self) -> None:
         """Forget everything."""
@@ -243,7 +243,7 @@ class InfiniStoreConnector(KVConnectorBase_V1, SupportsHMA):
                 self._untold = {get_pp_group().rank_in_group: self._own_layers()}
 
     def _pins(self, record: Record) -> Pins | None:
-        """Return what pins blocks, if something is to be pinned."""
+        """Return the pins, if the settings ask for any."""
         settings = self._settings
         if not self._layout.groups or (not settings.pin_prompts_file and settings.pin_priority is None):
             return None
@@ -500,13 +500,13 @@ class InfiniStoreConnector(KVConnectorBase_V1, SupportsHMA):
 
     @property
     def worker_side(self) -> WorkerSide:
-        """What does the worker's part, in a worker's connector."""
+        """The worker's half, in a worker's connector."""
         assert self._worker is not None, "vLLM asked its scheduler's connector for what workers do"
         return self._worker
 
     @property
     def scheduler_side(self) -> SchedulerSide:
-        """What does the scheduler's part, in a scheduler's connector."""
+        """The scheduler's half, in a scheduler's connector."""
         assert self._scheduler is not None, "vLLM asked a worker's connector for what the scheduler does"
         return self._scheduler
 

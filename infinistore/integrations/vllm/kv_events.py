@@ -1,21 +1,20 @@
 """The connector's changes as vLLM's KV cache events, which vLLM's publisher sends; and
-dumps of the stored blocks for routers that come late, by ZMQ.
+dumps of the stored blocks, by ZMQ, for routers that start later.
 
-The publisher here does all that vLLM's does, and vLLM's own code does that: batches
-have the numbers in which they are handed over, so counting them is enough to know a
-batch's number.
+The publisher here derives from vLLM's, which numbers batches in the order in which they
+are handed over. So counting batches is enough to know their numbers.
 
-A router subscribes first. Then it asks for a dump, part by part, and applies what it
-was sent from the dump's `next` batch on. A dump is kept until somebody has asked for
-its last part, so that all its parts are of the same moment.
+A router subscribes first. Then it asks for a dump, part by part, and applies the events
+from the dump's `next` batch on. A dump is kept until somebody has asked for its last
+part, so that all its parts are of the same moment.
 
-A request is one frame: `dump`, for the first part of a new dump, or 16 bytes: the eight
-that name a dump, and a part's number, big-endian. An answer is two frames: a header,
-which is a map in MessagePack, and the part, which is a batch of events as vLLM sends
-them. A header with `error` says why there is no part.
+A request is one frame: the word `dump` for the first part of a new dump, or 16 bytes:
+eight that name a dump, and the number of a part, big-endian. An answer is two frames: a
+header, which is a map in MessagePack, and the part, which is a batch of events as vLLM
+sends them. A header with `error` says why there is no part.
 
 A router asks for each part, so one that does not read has at most a few parts waiting.
-More are dropped, and the number in the next header tells it.
+Further parts are dropped, and the number in the next header shows the gap.
 """
 
 import logging
@@ -67,9 +66,9 @@ _MOST_BLOCKS = 512
 
 
 class WorkerMetadata(KVConnectorWorkerMetadata):
-    """What workers have written, how many are past which reset of the cache, by its
-    number, and, with the first step of a pipeline within a MultiConnector, the labels
-    of each stage's layers, by the index of their group.
+    """Reports of workers: the saves that have ended; by the number of a reset of the
+    cache, how many workers are past it; and, with the first step of a pipeline within a
+    MultiConnector, the labels of each stage's layers, by the index of their group.
     """
 
     def __init__(self, saved: SavedBlocks, stages: Stages | None = None, past: Counter[int] | None = None) -> None:
@@ -121,7 +120,7 @@ class Teller:
 
 
 def teller_of(vllm_config: "VllmConfig", kv_cache_config: KVCacheConfig, groups: Sequence[Group]) -> Teller | None:
-    """Return what tells of the first group that attends to all tokens, if vLLM's
+    """Return the teller for the first group that attends to all tokens, if vLLM's
     configuration asks for events.
     """
     told = next((group for group in groups if group.is_full), None)
@@ -137,8 +136,8 @@ def teller_of(vllm_config: "VllmConfig", kv_cache_config: KVCacheConfig, groups:
 
 
 def describer(group: Group, hash_tokens: int) -> Callable[[Any, int, int], Run]:
-    """Return what describes blocks of this group, where each hash of a request is of
-    `hash_tokens` tokens.
+    """Return a function that describes blocks of this group, where each hash of a
+    request is of `hash_tokens` tokens.
     """
     each = group.block_tokens // hash_tokens
 

@@ -1,15 +1,15 @@
-"""A reset of the cache: all blocks of an engine are deleted, and so is what workers
-were writing meanwhile and may be stored only after it.
+"""A reset of the cache: deletes all blocks of an engine, and the writes that were under
+way and reach the store only afterwards.
 
-The scheduler's half deletes all blocks at a reset, while writes of workers are under
-way. It cannot wait for them, because workers hear of the reset with the next step only.
-So each worker then deletes what it had been writing, as soon as these writes have
-ended, and tells that it is past the reset (`LateWrites`). Until all workers are, the
-scheduler's half neither reads nor writes. Nothing else is deleted: other engines may be
-past their resets, and have stored new blocks.
+The scheduler's half deletes all blocks at a reset, while workers still write. It cannot
+wait for them, because workers hear of the reset with the next step only. Each worker
+then waits for its writes, deletes their blocks, and reports that it is past the reset
+(`LateWrites`). Until all workers have reported, the scheduler's half neither reads nor
+writes. Workers delete nothing else: other engines may be past their resets, and have
+stored new blocks.
 
-An engine may have no next step for long, or none at all, while others of its model read
-what it has left. So the scheduler's half deletes everything again shortly after
+The next step may come late or never, while other engines of the model read the blocks
+that are left. So the scheduler's half deletes everything again shortly after the reset
 (`Deletion`).
 """
 
@@ -30,13 +30,13 @@ from infinistore.integrations.vllm.background import Background
 from infinistore.tensors import Ticket
 
 _STEPS: Final = 32
-"""How many steps may be planned ahead of a worker, and more. What it wrote in that many
-steps may have been stored after a reset of which it hears now."""
+"""More steps than vLLM plans ahead of a worker. Writes of that many steps may have
+reached the store after the reset that the worker hears of now."""
 _AT_ONCE: Final = 10_000
 _WAIT_S: Final = 0.005
-"""How long a step waits for a deletion, which mostly is of few keys."""
+"""How long a step waits for a deletion. Most are of few keys."""
 _AGAIN_S: Final = 1.0
-"""How long after a deletion that failed it is tried again."""
+"""How long after a failed deletion the next attempt begins."""
 
 
 @attrs.frozen
@@ -71,7 +71,7 @@ class LateWrites:
         self._resets = 0
         self._is_past = True
         self._late: list[_Write] = []
-        """What was written before the last reset, until it is deleted."""
+        """The writes from before the last reset, until their blocks are deleted."""
         self._deletion: Future[bool] | None = None
         self._next_s = 0.0
 
@@ -93,8 +93,8 @@ class LateWrites:
         self._steps[-1].append(_Write(ticket, label, hashes))
 
     def take_past(self) -> int:
-        """Return the number of the last reset once this worker is past it, and 0 before
-        and from then on.
+        """Return the number of the last reset in the first call after this worker is
+        past it; 0 in all other calls.
         """
         if self._is_past or not all(write.ticket.done for write in self._late):
             return 0
@@ -119,10 +119,10 @@ class LateWrites:
         return deletion.result()
 
     def _delete(self, late: Sequence[_Write]) -> bool:
-        """In the background: delete what was written. False if that failed.
+        """In the background: delete the blocks of these writes. False if that failed.
 
-        What a disk may bring back when it is opened again counts as deleted, because
-        the same deletion would fail again until then.
+        Blocks that a failed disk may bring back when it is opened again count as
+        deleted, because every further attempt would fail, too.
         """
         keys = list(
             dict.fromkeys(
@@ -155,9 +155,9 @@ PAUSES_S: Final = (0.25, 2.0)
 
 
 class Deletion:
-    """Deletes the keys with a prefix: `delete`, which one thread calls.
+    """Deletes the keys with a prefix. One thread calls `delete`.
 
-    It is done again some times in the background, until `is_needless`.
+    The background repeats the deletion a few times, until `is_needless` returns True.
     """
 
     def __init__(
@@ -171,7 +171,7 @@ class Deletion:
         self._is_due = False
 
     def delete(self) -> bool:
-        """Delete all. False if some may be left."""
+        """Delete all of them. False if some may be left."""
         if not self._delete():
             return False
         self._deletions += 1
@@ -180,7 +180,7 @@ class Deletion:
         return True
 
     def close(self) -> None:
-        """Do now what would be done later. The background has ended."""
+        """Repeat the deletion now if the background has not done so before it ended."""
         if self._is_due and not self._is_needless():
             self._delete()
 

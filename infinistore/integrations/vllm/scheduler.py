@@ -1,5 +1,5 @@
 """The scheduler's half: looks up a request's blocks, plans reads and writes, and pins
-what is worth keeping.
+blocks of important prompts.
 
 It runs in the scheduler's thread, where a lookup delays all requests. Lookups therefore
 have a short deadline, and the client's circuit breaker protects against a store that
@@ -7,9 +7,9 @@ does not answer. Every failure is a miss. A model of many layers has thousands o
 for a prompt, so of long prompts some keys of each block are asked for, a bounded number
 in all; a block of which others are missing is found out by the read, and computed.
 
-A lookup holds nothing: a worker holds what it cannot read at once. If some blocks are
-on disk only, the store is told to read them while vLLM allocates memory for them and
-waits for its turn.
+A lookup holds no blocks: a worker holds those that it cannot read at once. If some
+blocks are on disk only, the store reads them into memory while vLLM allocates memory
+for them and the request waits for its turn.
 
 One group that attends to all tokens takes one request. With other groups, a prompt can
 be used up to n tokens if each group has what it needs there: a second request asks
@@ -18,14 +18,14 @@ before some places in a prompt are stored: the multiples of `boundary_tokens`, i
 and where it departs from what was stored before. Of layers with a state, those states
 are stored that vLLM completes.
 
-Blocks of prompts that are worth keeping are pinned in the store: of system prompts in a
-list, and of requests with a high priority (`Pins`). A request says which blocks it
-begins with, so only prompts that are in use are pinned. They are pinned again every
-minute: a server that restarts forgets pins, and a block is there only when it has been
-written. Those of which no request has begun for `pin_s` are unpinned, as are the
-longest unused above a number of blocks. The store has a bound of its own, and what it
-refuses is tried again a minute later. Pins outlive the engine by about `pin_s`, so that
-it finds these blocks after a restart; then they end by themselves.
+Blocks of two kinds of prompts are pinned in the store: system prompts in a list, and
+requests with a high priority (`Pins`). A prompt is pinned when a request begins with
+it. Pins are renewed every minute: a server that restarts forgets them, and a block can
+be pinned only after it has been written. A block is unpinned when no request has begun
+with it for `pin_s`; above a number of blocks, those unused for longest are unpinned,
+too. The store has a bound of its own, and pins that it refuses are tried again a minute
+later. Pins outlive the engine by about `pin_s`, so that it finds these blocks after a
+restart; then they expire.
 """
 
 import json
@@ -221,8 +221,8 @@ def read_prompts(path: str, tokenize: Callable[[str], Sequence[int]]) -> list[li
 
 
 class Pins:
-    """What is pinned for one engine, at most `most` blocks. One thread uses it; the
-    store is asked in the background.
+    """The pins of one engine, on at most `most` blocks. One thread uses it; the calls
+    to the store are made in the background.
 
     `prompts` are token lists. A request that begins with one has that part pinned; if
     it has at most the priority `priority`, all of its prompt (in vLLM, less is
@@ -260,9 +260,9 @@ class Pins:
         self._used: OrderedDict[_Block, float] = OrderedDict()
         """When a request last began with each block, in that order."""
         self._due: OrderedDict[_Block, None] = OrderedDict()
-        """What the next task pins."""
+        """The blocks that the next task pins."""
         self._unused: deque[_Block] = deque()
-        """What it unpins."""
+        """The blocks that the next task unpins."""
         self._again_s = clock() + _PIN_AGAIN_S
         self._background = background
         self._is_working = False
@@ -296,7 +296,7 @@ class Pins:
             self._drop(next(iter(self._used)))
 
     def go_on(self) -> None:
-        """Pin and unpin what is due, unless that is under way."""
+        """Begin to pin and unpin the blocks that are due, unless that is under way."""
         now = self._clock()
         if now >= self._again_s:
             self._again_s = now + _PIN_AGAIN_S

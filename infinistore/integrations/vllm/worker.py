@@ -49,7 +49,7 @@ class LayerCache:
     label: str
     memory: "torch.Tensor"
     view: memoryview | None
-    """The same, if it is host memory."""
+    """The same memory, if it is the host's."""
     block_bytes: int
     stride_bytes: int
 
@@ -100,10 +100,10 @@ class _Reading:
 
     load: Load
     keys: list[dict[str, list[str]]] = attrs.field(factory=list)
-    """Of each part, the keys of its blocks in each layer, by the layer's label; made
-    when they are first needed."""
+    """For each part, the keys of its blocks by the layer's label. They are made when a
+    hold or the read needs them first."""
     hold: str = ""
-    """What holds its blocks in the store meanwhile."""
+    """The token of the hold on its blocks, if one was placed."""
     is_over: bool = False
 
 
@@ -211,8 +211,8 @@ class WorkerSide:
         self.late_writes.begin(step.resets)
 
     def start_loads(self, after: Callable[[], object] = lambda: None) -> None:
-        """Start the loads in the background; `after` returns when blocks may be
-        filled. What has to wait for a thread is held meanwhile.
+        """Start the loads in threads; `after` returns when blocks may be filled. The
+        blocks of a load that waits for a thread are held meanwhile.
         """
         for load in self._step.loads:
             reading = _Reading(load)
@@ -421,7 +421,9 @@ class WorkerSide:
         return reading.keys
 
     def _read_parts(self, reading: _Reading) -> set[int]:
-        """Read all layers. Returns the blocks that are not complete, or all."""
+        """Read all layers. Returns the incomplete blocks, or all blocks of the load if
+        there are several groups.
+        """
         load, keys = reading.load, self._keys(reading)
         if is_uniform(self._groups):
             (part,) = load.parts
