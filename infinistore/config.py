@@ -11,7 +11,7 @@ setting, where its value came from, and what would do. What a setting is says
 
 import os
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Final, Literal, TypeVar
 
@@ -691,85 +691,68 @@ class ServerConfig:
         return default_socket_path(service_port) if self.unix_socket == "auto" else Path(self.unix_socket).absolute()
 
 
-def _conflicts(config: ServerConfig) -> list[tuple[tuple[str, ...], str]]:
-    """What cannot be said about one setting alone: (keys, problem)."""
-    found = _conflicts_of_security(config)
-    if config.unix_socket == "auto" and config.unix_socket_access != "user":
-        found.append((("unix_socket_access",), "needs --unix-socket PATH, in a folder that they can enter"))
-    if config.unix_socket_group is not None and config.unix_socket_access != "group":
-        found.append((("unix_socket_group",), "needs --unix-socket-access group"))
-    if config.service_port == config.manage_port != 0:
-        found.append((("manage_port", "service_port"), "is the service port too; give one of them another port"))
-    if config.take_over and config.shards > 1:
-        found.append((("take_over", "shards"), "goes with one process only; a server of several starts empty"))
-    if config.take_over and config.unix_socket == "off":
-        found.append((("take_over", "unix_socket"), "needs the Unix socket of the other server"))
-    if config.take_over and config.unix_socket == "auto" and config.service_port == 0:
-        found.append((("take_over", "service_port"), "needs the port of the other server, or --unix-socket PATH"))
-    found += _conflicts_of_cluster(config)
-    found += _conflicts_of_shards(config)
+_Conflict = tuple[tuple[str, ...], str]
+"""What cannot be said about one setting alone: keys, and the problem."""
+_REMEDY: Final = "add --token-file FILE or --tenants FILE, or --insecure to allow that"
+_EVERYWHERE: Final = ("0.0.0.0", "::", "*", "[::]")
+
+
+def _conflicts(config: ServerConfig) -> Iterator[_Conflict]:
+    yield from _conflicts_of_security(config)
+    yield from _conflicts_of_places(config)
+    if config.shards > 1:
+        yield from _conflicts_of_shards(config)
     for small, large, relation in _ORDER:
         low, high = getattr(config, small.attribute), getattr(config, large.attribute)
         if high is not None and (low > high or (low == high and relation == "smaller than")):
             spelt = [format_size(value) if isinstance(value, int) else f"{value:g}" for value in (low, high)]
             problem = f"{small.flag} ({spelt[0]}) must be {relation} {large.flag} ({spelt[1]})"
-            found.append(((small.key, large.key), problem))
-    return found
+            yield (small.key, large.key), problem
 
 
-_REMEDY: Final = "add --token-file FILE or --tenants FILE, or --insecure to allow that"
-_EVERYWHERE: Final = ("0.0.0.0", "::", "*", "[::]")
-
-
-def _conflicts_of_security(config: ServerConfig) -> list[tuple[tuple[str, ...], str]]:
-    found: list[tuple[tuple[str, ...], str]] = []
-    known = config.token_file is not None or config.tenants is not None or config.insecure
-    if config.tenants is not None and config.token_file is not None:
+def _conflicts_of_security(config: ServerConfig) -> Iterator[_Conflict]:
+    has_tenants, has_tls = config.tenants is not None, config.tls_cert is not None
+    known = config.token_file is not None or has_tenants or config.insecure
+    if has_tenants and config.token_file is not None:
         problem = "does not go together with --token-file: each tenant has tokens of its own; leave one of them out"
-        found.append((("tenants", "token_file"), problem))
-    if config.peer_token_file is not None and (config.tenants is None or config.cluster is None):
+        yield ("tenants", "token_file"), problem
+    if config.peer_token_file is not None and (not has_tenants or config.cluster is None):
         problem = "goes with --tenants and --cluster; nodes without tenants ask each other with --token-file"
-        found.append((("peer_token_file",), problem))
-    if (
-        config.tenants is not None
-        and _registers_in_etcd(config.cluster)
-        and config.peer_token_file is None
-        and config.tls_cert is None
-    ):
+        yield ("peer_token_file",), problem
+    if has_tenants and _registers_in_etcd(config.cluster) and config.peer_token_file is None and not has_tls:
         problem = (
             "in a cluster need --peer-token-file FILE, the token of a tenant, with which nodes ask each other who "
             "they are; or --tls-cert, if a tenant has that certificate"
         )
-        found.append((("tenants", "cluster"), problem))
+        yield ("tenants", "cluster"), problem
     if not is_loopback(config.host) and not known and config.tls_client_ca is None:
-        problem = "other machines could read and write everything; " + _REMEDY
-        found.append((("host",), problem))
+        yield ("host",), "other machines could read and write everything; " + _REMEDY
     if not is_loopback(config.manage_host) and config.manage_port is not None and not known:
-        problem = "other machines could delete everything; " + _REMEDY
-        found.append((("manage_host",), problem))
-    if config.tls_cert is None:
-        found += [
-            ((key,), "needs --tls-cert FILE, the certificate of this server")
-            for key, file in (
-                ("tls_key", config.tls_key),
-                ("tls_client_ca", config.tls_client_ca),
-                ("tls_peer_ca", config.tls_peer_ca),
-            )
-            if file is not None
-        ]
-    return found
+        yield ("manage_host",), "other machines could delete everything; " + _REMEDY
+    for key in ("tls_key", "tls_client_ca", "tls_peer_ca"):
+        if not has_tls and getattr(config, key) is not None:
+            yield (key,), "needs --tls-cert FILE, the certificate of this server"
 
 
-def _conflicts_of_cluster(config: ServerConfig) -> list[tuple[tuple[str, ...], str]]:
-    found: list[tuple[tuple[str, ...], str]] = []
+def _conflicts_of_places(config: ServerConfig) -> Iterator[_Conflict]:
+    if config.unix_socket == "auto" and config.unix_socket_access != "user":
+        yield ("unix_socket_access",), "needs --unix-socket PATH, in a folder that they can enter"
+    if config.unix_socket_group is not None and config.unix_socket_access != "group":
+        yield ("unix_socket_group",), "needs --unix-socket-access group"
+    if config.service_port == config.manage_port != 0:
+        yield ("manage_port", "service_port"), "is the service port too; give one of them another port"
+    if config.take_over and config.shards > 1:
+        yield ("take_over", "shards"), "goes with one process only; a server of several starts empty"
+    if config.take_over and config.unix_socket == "off":
+        yield ("take_over", "unix_socket"), "needs the Unix socket of the other server"
+    if config.take_over and config.unix_socket == "auto" and config.service_port == 0:
+        yield ("take_over", "service_port"), "needs the port of the other server, or --unix-socket PATH"
     if _registers_in_etcd(config.cluster):
         if config.advertise is None and config.host in _EVERYWHERE:
             problem = f"--host {config.host} is no address that others can connect to; add --advertise HOST:PORT"
-            found.append((("cluster", "host"), problem))
+            yield ("cluster", "host"), problem
         if config.advertise is not None and host_and_port(config.advertise, 1)[0] in _EVERYWHERE:
-            problem = "is no address that others can connect to; name this machine"
-            found.append((("advertise",), problem))
-    return found
+            yield ("advertise",), "is no address that others can connect to; name this machine"
 
 
 def _registers_in_etcd(cluster: str | None) -> bool:
@@ -777,26 +760,21 @@ def _registers_in_etcd(cluster: str | None) -> bool:
     return (cluster or "").partition("://")[0].endswith("+etcd")
 
 
-def _conflicts_of_shards(config: ServerConfig) -> list[tuple[tuple[str, ...], str]]:
-    found: list[tuple[tuple[str, ...], str]] = []
-    if (count := config.shards) == 1:
-        return found
-    first, manage = config.service_port, config.manage_port or 0
-    least_bytes = max(SMALLEST_POOL_BYTES, config.minimal_allocate_bytes)
+def _conflicts_of_shards(config: ServerConfig) -> Iterator[_Conflict]:
+    count, first, manage = config.shards, config.service_port, config.manage_port or 0
     last = first + count - 1
     if first and last > 65535:
-        found.append((("shards", "service_port"), f"would need the ports {first} to {last}; lower --service-port"))
+        yield ("shards", "service_port"), f"would need the ports {first} to {last}; lower --service-port"
     if 0 < first < manage <= last:
         problem = f"is the port of a shard too: they have {first} to {last}; give one of them another port"
-        found.append((("manage_port", "service_port", "shards"), problem))
-    if config.prealloc_bytes < count * least_bytes:
-        problem = f"leaves less than {format_size(least_bytes)} for each of {count} shards"
-        found.append((("prealloc_size", "shards"), f"{problem}; give {format_size(count * least_bytes)} or more"))
-    for disk in config.disks:
-        if disk.size_bytes < count * SMALLEST_DISK_BYTES:
-            problem = f"{disk} leaves less than {format_size(SMALLEST_DISK_BYTES)} for each of {count} shards"
-            found.append((("disk", "shards"), f"{problem}; give {format_size(count * SMALLEST_DISK_BYTES)} or more"))
-    return found
+        yield ("manage_port", "service_port", "shards"), problem
+    least_bytes = max(SMALLEST_POOL_BYTES, config.minimal_allocate_bytes)
+    parts = [("prealloc_size", "", config.prealloc_bytes, least_bytes)]
+    parts += [("disk", f"{disk} ", disk.size_bytes, SMALLEST_DISK_BYTES) for disk in config.disks]
+    for key, what, size_bytes, least_bytes in parts:
+        if size_bytes < count * least_bytes:
+            problem = f"{what}leaves less than {format_size(least_bytes)} for each of {count} shards"
+            yield (key, "shards"), f"{problem}; give {format_size(count * least_bytes)} or more"
 
 
 def server_settings() -> tuple[Setting, ...]:

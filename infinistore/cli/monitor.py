@@ -17,7 +17,6 @@ from infinistore.cli.output import console, note, print_json, print_line
 if TYPE_CHECKING:
     from rich.text import Text
 
-    from infinistore.cluster.locate import ClusterUrl
     from infinistore.monitor.app import Source
     from infinistore.monitor.lines import Glyphs
 
@@ -64,7 +63,7 @@ def command(
     prints one object per sample, or a single one with --once. Without a terminal,
     --once is the default.
     """
-    from infinistore.cluster.locate import is_cluster_url, parse_cluster_url
+    from infinistore.cluster.locate import is_cluster_url
 
     if cluster is not None and address is not None:
         raise click.UsageError(f"--cluster {cluster} and {address} are two things to watch; give one")
@@ -74,7 +73,7 @@ def command(
         if of_cluster:
             raise click.UsageError("--manage-url is of one server; give the URL of that, not of a cluster")
         source = attrs.evolve(source, tenants=_tenants_of(manage_url, ca, source))
-    watched = _Cluster(source, parse_cluster_url(source.url), interval) if of_cluster else _Store(source, interval)
+    watched = _Watched(source, interval, of_cluster=of_cluster)
     glyphs = _glyphs(only_ascii=only_ascii)
     if as_json and not once:
         watched.report()
@@ -91,96 +90,55 @@ def command(
             raise SystemExit(code)
 
 
-@attrs.frozen
-class _Store:
-    """What is done with one store."""
+class _Watched:
+    """What is watched: a store, or a cluster."""
 
-    source: "Source"
-    interval_s: float
+    def __init__(self, source: "Source", interval_s: float, *, of_cluster: bool) -> None:
+        import trio
+
+        self._run = trio.run
+        self._app: Any
+        self._view: Any
+        if of_cluster:
+            from infinistore.cluster.locate import parse_cluster_url
+            from infinistore.monitor import cluster, cluster_view
+
+            self._app, self._view = cluster, cluster_view
+            self._given: tuple[Any, ...] = (source, parse_cluster_url(source.url), interval_s)
+        else:
+            from infinistore.monitor import app, view
+
+            self._app, self._view = app, view
+            self._given = (source, interval_s)
+        self._interval_s = interval_s
+        self._of_cluster = of_cluster
 
     def show(self, output_fd: int, input_fd: int | None, glyphs: "Glyphs") -> int:
-        import trio
-
-        from infinistore.monitor.app import watch
-
-        run = partial(watch, output_fd=output_fd, input_fd=input_fd, glyphs=glyphs)
-        return trio.run(run, self.source, self.interval_s)
+        run = partial(self._app.watch, output_fd=output_fd, input_fd=input_fd, glyphs=glyphs)
+        code: int = self._run(run, *self._given)
+        return code
 
     def report(self) -> None:
-        import trio
-
-        from infinistore.monitor.app import report
-        from infinistore.monitor.view import document
-
-        trio.run(report, self.source, self.interval_s, lambda snapshot: _print_now(document(snapshot)))
+        self._run(self._app.report, *self._given, lambda snapshot: _print_now(self._view.document(snapshot)))
 
     def document(self) -> dict[str, Any]:
-        import trio
+        document: dict[str, Any] = self._view.document(self._run(self._app.take_two, *self._given))
+        return document
 
-        from infinistore.monitor.app import take_two
-        from infinistore.monitor.view import document
-
-        return document(trio.run(take_two, self.source, self.interval_s))
-
-    def lines(self, size: "_Size", glyphs: "Glyphs") -> "list[Text]":
-        import trio
-
-        from infinistore.monitor.app import still, take_two
-
-        return still(trio.run(take_two, self.source, self.interval_s), self.interval_s, *size, glyphs)
+    def lines(self, width: int, height: int, glyphs: "Glyphs") -> "list[Text]":
+        snapshot = self._run(self._app.take_two, *self._given)
+        size = (width,) if self._of_cluster else (width, height)
+        lines: list[Text] = self._app.still(snapshot, self._interval_s, *size, glyphs)
+        return lines
 
 
-@attrs.frozen
-class _Cluster:
-    """The same with a cluster."""
-
-    source: "Source"
-    url: "ClusterUrl"
-    interval_s: float
-
-    def show(self, output_fd: int, input_fd: int | None, glyphs: "Glyphs") -> int:
-        import trio
-
-        from infinistore.monitor.cluster import watch
-
-        run = partial(watch, output_fd=output_fd, input_fd=input_fd, glyphs=glyphs)
-        return trio.run(run, self.source, self.url, self.interval_s)
-
-    def report(self) -> None:
-        import trio
-
-        from infinistore.monitor.cluster import report
-        from infinistore.monitor.cluster_view import document
-
-        write = lambda snapshot: _print_now(document(snapshot))  # noqa: E731
-        trio.run(report, self.source, self.url, self.interval_s, write)
-
-    def document(self) -> dict[str, Any]:
-        import trio
-
-        from infinistore.monitor.cluster import take_two
-        from infinistore.monitor.cluster_view import document
-
-        return document(trio.run(take_two, self.source, self.url, self.interval_s))
-
-    def lines(self, size: "_Size", glyphs: "Glyphs") -> "list[Text]":
-        import trio
-
-        from infinistore.monitor.cluster import still, take_two
-
-        return still(trio.run(take_two, self.source, self.url, self.interval_s), self.interval_s, size[0], glyphs)
-
-
-_Size = tuple[int, int]
-
-
-def _print_screen(watched: _Store | _Cluster, glyphs: "Glyphs") -> None:
+def _print_screen(watched: _Watched, glyphs: "Glyphs") -> None:
     screen = console()
     size = (120, _LINES_OF_A_PIPE)
     if screen.is_terminal:
         width, height = screen.size
         size = (width, max(height - 1, 24))
-    for line in watched.lines(size, glyphs):
+    for line in watched.lines(*size, glyphs):
         with screen.capture() as captured:
             screen.print(line, end="")
         print_line(captured.get().rstrip())

@@ -26,7 +26,7 @@ from infinistore.cluster.etcd.operators import (
     purge_cluster,
     read_drains,
 )
-from infinistore.cluster.etcd.session import EtcdSession, EtcdUnavailable, Flow
+from infinistore.cluster.etcd.session import EtcdUnavailable, Flow
 from infinistore.cluster.locate import EtcdPlace, FilePlace
 from infinistore.cluster.membership import NodeState
 from infinistore.cluster_io.etcd import AskInstance, EtcdConnections, FlowRunner
@@ -44,43 +44,38 @@ class Operator:
 
     def __init__(self, place: EtcdPlace, ask_instance: AskInstance) -> None:
         """Raises ConfigError if a file that `place` names cannot be used."""
-        self._ask_instance = ask_instance
-        self._place = place
+        self._runner = FlowRunner(EtcdConnections(place), ask_instance=ask_instance)
         self._layout = Layout(place.cluster)
         self._session = make_session(place, Random())
 
     async def begin_drain(self, node_id: str, *, force: bool) -> bool:
         """Ask a node to drain. Returns whether nobody had asked for it before."""
-        return await self._run(lambda session: begin_drain(session, self._layout, node_id, force=force))
+        return await self._run(begin_drain(self._session, self._layout, node_id, force=force))
 
     async def end_drain(self, node_id: str) -> bool:
         """Let a node serve again. Returns whether it was asked to drain before."""
-        return await self._run(lambda session: end_drain(session, self._layout, node_id))
+        return await self._run(end_drain(self._session, self._layout, node_id))
 
     async def drains(self) -> Mapping[str, Drain]:
         """Return the drains that were asked for, by the ids of their nodes."""
-        return await self._run(lambda session: read_drains(session, self._layout))
+        return await self._run(read_drains(self._session, self._layout))
 
     async def follow(self, node_id: str, until: Callable[[NodeStanding], bool]) -> None:
         """Follow what etcd says of a node, until `until` returns true. While etcd is
         away, it waits.
         """
-        await self._run(lambda session: follow_node(session, self._layout, node_id, until=until))
+        await self._run(follow_node(self._session, self._layout, node_id, until=until))
 
     async def purge(self, timeout_s: float) -> Purged:
         """Write to etcd that the cluster is purged, and wait until its nodes have done
         it, but not longer than `timeout_s`.
         """
-        unique = secrets.token_hex(16)
-        return await self._run(
-            lambda session: purge_cluster(session, self._layout, unique, trio.current_time, timeout_s),
-            "the cluster may not be purged; etcd",
-        )
+        flow = purge_cluster(self._session, self._layout, secrets.token_hex(16), trio.current_time, timeout_s)
+        return await self._run(flow, "the cluster may not be purged; etcd")
 
-    async def _run(self, flow: Callable[[EtcdSession], Flow[_T]], problem: str = "etcd") -> _T:
-        runner = FlowRunner(EtcdConnections(self._place), ask_instance=self._ask_instance)
+    async def _run(self, flow: Flow[_T], problem: str = "etcd") -> _T:
         try:
-            return await runner.run(flow(self._session))
+            return await self._runner.run(flow)
         except (EtcdUnavailable, EtcdMisbehaved, EtcdRefused) as error:
             raise StoreUnavailable(f"{problem}: {error}") from None
 
