@@ -8,7 +8,9 @@ drivers for Trio, for threads and for asyncio; a fuzzer or a simulated network c
 one, too.
 """
 
+from bisect import bisect_left, bisect_right
 from collections.abc import Awaitable, Callable, Coroutine, Generator, Sequence
+from itertools import accumulate
 from typing import Any, NamedTuple, TypeAlias, TypeVar
 
 _T = TypeVar("_T")
@@ -131,42 +133,33 @@ class Span:
     `complete` counts the views that are finished, `remaining` the bytes that are not.
     """
 
-    __slots__ = ("_offset", "_views", "complete", "remaining")
+    __slots__ = ("_ends", "_position", "_views", "complete", "remaining")
 
     def __init__(self, views: Sequence[memoryview]) -> None:
         self._views = views
-        self._offset = 0
-        self.complete = 0
-        self.remaining = sum(map(len, views))
-        if views and not len(views[0]):
-            self.advance(0)  # past empty views, so that `next_views` starts with bytes
+        self._ends = list(accumulate(map(len, views)))
+        self._position = 0
+        self.complete = bisect_right(self._ends, 0)  # past views without bytes
+        self.remaining = self._ends[-1] if views else 0
 
     def next_views(self, most_bytes: int) -> list[memoryview]:
         """Return the next views: 1 to `most_bytes` bytes, at most `MAX_VIEWS` views."""
-        views: list[memoryview] = []
-        offset = self._offset
-        room = most_bytes
-        for view in self._views[self.complete : self.complete + MAX_VIEWS]:
-            length = len(view) - offset
-            if length >= room:
-                views.append(view[offset : offset + room])
-                break
-            views.append(view[offset:] if offset else view)
-            room -= length
-            offset = 0
+        first, ends = self.complete, self._ends
+        limit = self._position + most_bytes
+        stop = min(bisect_left(ends, limit, first) + 1, first + MAX_VIEWS)
+        views = list(self._views[first:stop])
+        if views:
+            if (beyond := ends[first + len(views) - 1] - limit) > 0:
+                views[-1] = views[-1][:-beyond]
+            if done := self._position - (ends[first - 1] if first else 0):
+                views[0] = views[0][done:]
         return views
 
     def advance(self, count: int) -> None:
         """Move on by `count` bytes."""
         self.remaining -= count
-        count += self._offset
-        complete = self.complete
-        views = self._views
-        while complete < len(views) and count >= len(views[complete]):
-            count -= len(views[complete])
-            complete += 1
-        self.complete = complete
-        self._offset = count
+        self._position += count
+        self.complete = bisect_right(self._ends, self._position, self.complete)
 
     def copy_in(self, data: memoryview) -> None:
         """Fill the front with `data`, no longer than what remains, and move on."""
