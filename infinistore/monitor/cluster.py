@@ -28,7 +28,9 @@ from infinistore.monitor.lines import Glyphs
 from infinistore.monitor.model import Model
 from infinistore.monitor.terminal import LiveScreen, Terminal
 
-_LATE_S = 1.0
+_VIEW_S: Final = 5.0
+"""The longest wait for the first view, unless the source has another time."""
+_LATE_S: Final = 1.0
 """How much later than it is due an answer may come before its node counts as silent."""
 
 
@@ -70,14 +72,15 @@ class ClusterWatch:
         self._opened: str | None = None
         self._has_new_view = trio.Event()
 
-    async def run(self, *, wait_s: float, task_status: trio.TaskStatus[None] = trio.TASK_STATUS_IGNORED) -> None:
+    async def run(self, *, task_status: trio.TaskStatus[None] = trio.TASK_STATUS_IGNORED) -> None:
         """Follow the cluster until cancelled. The task has started when it knows one
         view.
 
         Raises:
-            StoreUnavailable: there is none within `wait_s`.
+            StoreUnavailable: there is none within the times of the source.
         """
         membership = self._membership
+        wait_s = max(self._source.wait_s, self._source.deadline_s or _VIEW_S)
         async with trio.open_nursery() as nursery:
             if isinstance(membership, RunningMembership):
                 membership.add_listener(lambda view: self._has_new_view.set())
@@ -180,8 +183,6 @@ _KINDS = {StaticPlace: "static", FilePlace: "file", EtcdPlace: "etcd"}
 
 _TICK_S: Final = 1.0
 """The screen is drawn this often at least: ages grow without answers."""
-_VIEW_S: Final = 5.0
-"""The longest wait for the first view, unless the source has another time."""
 _LINES_AROUND: Final = 10
 
 
@@ -199,7 +200,7 @@ async def watch(
     live = LiveScreen(scene)
     watched.on_change = partial(scene.changed, live.changed)
     async with trio.open_nursery() as nursery:
-        await nursery.start(partial(watched.run, wait_s=_patience_s(source)))
+        await nursery.start(watched.run)
         nursery.start_soon(_tick, watched)
         with Terminal(output_fd, input_fd) as terminal:
             await live.run(terminal, input_fd)
@@ -216,7 +217,7 @@ async def take_two(source: Source, cluster: ClusterUrl, interval_s: float) -> Cl
     """
     watched = ClusterWatch(source, cluster, interval_s)
     async with trio.open_nursery() as nursery:
-        await nursery.start(partial(watched.run, wait_s=_patience_s(source)))
+        await nursery.start(watched.run)
         done = trio.Event()
         watched.on_change = lambda node_id: done.set() if watched.all_sampled else None
         watched.on_change("")
@@ -235,7 +236,7 @@ async def report(
     """Call `write` once in each interval. Never returns."""
     watched = ClusterWatch(source, cluster, interval_s)
     async with trio.open_nursery() as nursery:
-        await nursery.start(partial(watched.run, wait_s=_patience_s(source)))
+        await nursery.start(watched.run)
         while True:
             await trio.sleep(interval_s)
             write(watched.snapshot())
@@ -245,10 +246,6 @@ def still(snapshot: ClusterSnapshot, interval_s: float, width: int, glyphs: Glyp
     """Return the screen for printing: with all nodes, and without the line of keys."""
     controls = ClusterControls(Controls(interval_s=interval_s, has_keyboard=False))
     return without_gaps(screen(snapshot, controls, width, len(snapshot.rows) + _LINES_AROUND, glyphs)[:-1])
-
-
-def _patience_s(source: Source) -> float:
-    return max(source.wait_s, source.deadline_s or _VIEW_S)
 
 
 async def _tick(watched: ClusterWatch) -> None:

@@ -223,6 +223,14 @@ def _operations(sample: Sample | None) -> list[OperationStatistics]:
     return sample.stats.details.operations if sample is not None and sample.stats.details is not None else []
 
 
+def _per_s(counter: str, old: object, new: object, elapsed: float) -> float | None:
+    """The rate of a counter; None without an earlier record, or without time."""
+    if old is None or elapsed <= 0:
+        return None
+    difference: int = getattr(new, counter) - getattr(old, counter)
+    return max(0, difference) / elapsed
+
+
 def operation_rows(oldest: Sample | None, before: Sample | None, now: Sample) -> tuple[OperationRow, ...]:
     """Return a row per kind of request, over all transports and outcomes, by name.
 
@@ -237,15 +245,12 @@ def operation_rows(oldest: Sample | None, before: Sample | None, now: Sample) ->
         old, start = previous.get(kind, _Tally()), first.get(kind, _Tally())
         took = [max(0, b - a) for a, b in zip_longest(start.latencies, tally.latencies, fillvalue=0)]
 
-        def per_s(new: int, old: int) -> float | None:
-            return max(0, new - old) / elapsed if elapsed > 0 else None
-
         return OperationRow(
             kind=kind,
             total=tally.count,
-            per_s=per_s(tally.count, old.count),
-            bytes_per_s=per_s(tally.payload_bytes, old.payload_bytes),
-            errors_per_s=per_s(tally.errors, old.errors),
+            per_s=_per_s("count", old, tally, elapsed),
+            bytes_per_s=_per_s("payload_bytes", old, tally, elapsed),
+            errors_per_s=_per_s("errors", old, tally, elapsed),
             p50=quantile(took, 0.5),
             p90=quantile(took, 0.9),
             p99=quantile(took, 0.99),
@@ -314,20 +319,14 @@ def disk_rows(before: Sample | None, now: Sample) -> tuple[DiskRow, ...]:
     def row(new: DiskStatistics) -> DiskRow:
         old = earlier.get(new.path)
 
-        def per_s(counter: str) -> float | None:
-            if old is None or elapsed <= 0:
-                return None
-            difference: int = getattr(new, counter) - getattr(old, counter)
-            return max(0, difference) / elapsed
-
         return DiskRow(
             path=new.path,
             state=new.state,
             capacity_bytes=new.capacity_bytes,
             used_bytes=new.used_bytes,
-            read_bytes_per_s=per_s("read_bytes"),
-            written_bytes_per_s=per_s("written_bytes"),
-            hits_per_s=per_s("read_blocks"),
+            read_bytes_per_s=_per_s("read_bytes", old, new, elapsed),
+            written_bytes_per_s=_per_s("written_bytes", old, new, elapsed),
+            hits_per_s=_per_s("read_blocks", old, new, elapsed),
             queue=new.queued_reads + new.queued_writes + new.hung_jobs,
             errors=new.read_errors + new.write_errors + new.damaged_blocks,
         )
