@@ -3,9 +3,9 @@ those of one store.
 
 The core, the allocators and the transports write them. The client, the command line,
 the monitor and the management API read them. `infinistore.protocol.codec` encodes them
-for the wire. The metadata of a field has all else that is known of it: the rule by
-which `merged` makes one value of those of several servers, unless they are added, and
-the metric that shows it, if there is one.
+for the wire. The metadata of a field declares everything else: its metric for
+Prometheus, if it has one, and the rule by which `merged` turns the values of several
+servers into one. Without a rule, numbers are added.
 """
 
 import hashlib
@@ -52,7 +52,7 @@ class Metric:
 
     kind: Literal["counter", "gauge"]
     name: str
-    """Without the prefix that all have; empty if only its kind matters."""
+    """Without the prefix `infinistore_`. A counter may have none: it is not scraped."""
     help: str
     label: str = ""
     """If not empty, `value` returns a number for each value of this label."""
@@ -66,7 +66,9 @@ class Metric:
 
 
 def counter(name: str = "", help: str = "", **others: Any) -> _Metadata:  # noqa: A002
-    """Return the metadata of a field that only grows, and is added."""
+    """Return the metadata of a field that only grows, and is added. Without a name, it
+    has no metric.
+    """
     return {"metric": Metric("counter", name, help, **others)}
 
 
