@@ -37,6 +37,8 @@ class CoreLimits:
     """The largest value; None: what the largest arena holds."""
     max_batch_keys: int = attrs.field(default=8192, validator=[instance_of(int), ge(1)])
     """The most keys in one call. Bounds how long a call takes: about 0.5 us per key."""
+    max_page_keys: int = attrs.field(default=10_000, validator=[instance_of(int), ge(1)])
+    """The most keys in one page of `ListKeys`. The next page begins behind the last."""
     max_pinned_ratio: float = attrs.field(default=0.5, converter=float, validator=[gt(0.0), le(1.0)])
     """The part of the capacity that one client may hold, leased and reserved together.
     A client that holds nothing may always have one batch, however large."""

@@ -13,41 +13,14 @@ from typing import Any
 
 import trio
 
+from infinistore.answers import evict_in_steps
 from infinistore.core.arena import Arena, create_arena
-from infinistore.core.index import first_keys
-from infinistore.core.space import EvictionCause
 from infinistore.core.store import StoreCore
 from infinistore.errors import ConfigError, OutOfMemory
 from infinistore.host import NO_THREAD
+from infinistore.server.disk import settle
 
 _log = logging.getLogger("infinistore.server")
-_SLICE_KEYS = 4096
-
-
-async def list_keys_incrementally(core: StoreCore, prefix: str, limit: int, after: str) -> list[str]:
-    """Return one page of the current keys, in code point order."""
-    keys = core.all_keys()
-    page: list[str] = []
-    for first in range(0, len(keys), _SLICE_KEYS):
-        page = first_keys([*page, *keys[first : first + _SLICE_KEYS]], prefix, limit, after)
-        await trio.lowlevel.checkpoint()
-    return page
-
-
-async def evict_incrementally(core: StoreCore, low: float, high: float, cause: EvictionCause) -> int:
-    """If more than `high` of the pool is used, evict until at most `low` is; return how
-    many blocks.
-
-    Raises:
-        ValueError: not 0 <= low <= high <= 1.
-    """
-    count = core.evict(low, high, cause, max_blocks=_SLICE_KEYS)
-    evicted = count
-    while count:
-        await trio.lowlevel.checkpoint()
-        count = core.evict(low, low, cause, max_blocks=_SLICE_KEYS)
-        evicted += count
-    return evicted
 
 
 async def evict_periodically(core: StoreCore, interval_s: float, low: float, high: float) -> None:
@@ -57,7 +30,7 @@ async def evict_periodically(core: StoreCore, interval_s: float, low: float, hig
     while True:
         await trio.sleep(interval_s)
         core.expire_holds()
-        evicted = await evict_incrementally(core, low, high, "periodic")
+        evicted = await settle(evict_in_steps(core, low, high, "periodic"))
         if evicted:
             _log.info("evicted periodically", extra={"blocks": evicted})
 

@@ -7,7 +7,7 @@ import pytest
 
 from infinistore import blocking
 from infinistore.blocking import PAGE_KEYS, key_pages
-from infinistore.server.session.requests import MAX_PAGE_KEYS
+from infinistore.core.limits import CoreLimits
 
 
 @pytest.fixture
@@ -24,7 +24,7 @@ def put(store: blocking.BlockingStore, prefix: str, count: int) -> list[str]:
 
 
 def test_a_page_is_as_large_as_a_server_gives() -> None:
-    assert PAGE_KEYS == MAX_PAGE_KEYS
+    assert CoreLimits().max_page_keys == PAGE_KEYS
 
 
 @pytest.mark.parametrize(("count", "listings"), [(0, 1), (3, 1), (10_000, 2), (10_001, 2), (25_000, 3)])

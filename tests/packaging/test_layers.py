@@ -67,8 +67,10 @@ MAY_IMPORT: dict[str, set[str]] = {
     "cluster_io": {"addresses", "errors", "host", "secret_files", "cluster", "protocol", "transports"},
     # client, cluster_io, disk, disk_io: imported late, for a cluster or a disk. A node
     # that drains is a client of the others.
-    "server": {*GROUND, *ENGINE, "access", "client", "cluster", "cluster_io", "disk", "disk_io"},
-    "client": {*GROUND, *ENGINE, "cluster", "cluster_io", "disk", "disk_io"},
+    "server": {*GROUND, *ENGINE, "access", "answers", "client", "cluster", "cluster_io", "disk", "disk_io"},
+    "client": {*GROUND, *ENGINE, "answers", "cluster", "cluster_io", "disk", "disk_io"},
+    # The answers of any store, by a server or embedded.
+    "answers": {"core", "disk", "protocol"},
     "aio": {"client", "protocol"},
     "blocking": {"client", "errors", "kept_errors", "protocol"},
     "dropin": {*GROUND, *PUBLIC},
@@ -119,7 +121,7 @@ WITHIN: dict[str, dict[str, set[str]]] = {
         "certificates": set(),
         "disk": {"environment"},
         "listeners": set(),
-        "maintenance": set(),
+        "maintenance": {"disk"},
         "recorder": set(),
         "environment": {"budgets", "listeners"},
         "security": {"certificates"},
@@ -136,7 +138,7 @@ WITHIN: dict[str, dict[str, set[str]]] = {
             *("certificates", "disk", "environment", "listeners", "maintenance", "security", "session", "take_over"),
             *("telemetry", "tenancy"),
         },
-        "management": {"budgets", "certificates", "listeners", "maintenance", "security", "server"},
+        "management": {"budgets", "certificates", "disk", "listeners", "maintenance", "security", "server"},
         "cluster": {"environment", "server"},
         "composition": {
             *("budgets", "certificates", "cluster", "connection", "disk", "environment", "listeners"),

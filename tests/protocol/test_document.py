@@ -36,7 +36,7 @@ from infinistore.protocol.versions import LAST_RELEASE, MAJOR, MINOR, OFFER, Cap
 from infinistore.server import connection as conversation
 from infinistore.server.composition import MAX_BODY_BYTES
 from infinistore.server.connection import SessionLimits
-from infinistore.server.session import requests, session
+from infinistore.server.session import session
 from tests.tables import for_each
 
 from .annotated import worked_example
@@ -255,7 +255,7 @@ def test_the_limits_are_those_of_the_code() -> None:
             "the larger of max_batch_bytes and max_value_bytes, and 8 bytes for each of max_batch_keys"
         ),
         "the payload that a server drops to keep a connection": f"{session.DISCARDED_BYTES // MIB} MiB",
-        "the keys of one KeysReply": f"{requests.MAX_PAGE_KEYS:,}",
+        "the keys of one KeysReply": f"{CoreLimits().max_page_keys:,}",
         "the text of an error": "1000 characters",
     }
 

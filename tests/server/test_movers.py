@@ -10,6 +10,7 @@ import pytest
 from trio.testing import MockClock
 
 from infinistore.allocators import create_allocator
+from infinistore.answers import ANSWERS
 from infinistore.config import ServerConfig
 from infinistore.core import Pool, StoreCore, create_arena
 from infinistore.disk.tiers import Tiers
@@ -38,7 +39,7 @@ from infinistore.server.movers.base import ConnectionMover, Mover
 from infinistore.server.movers.inline import InlineMover
 from infinistore.server.movers.rdma import RdmaMover
 from infinistore.server.movers.shm import LivenessPipe, ShmMover
-from infinistore.server.session.requests import ANSWERS, open_movers
+from infinistore.server.session.requests import open_movers
 from infinistore.server.session.session import Session
 from infinistore.transports import Transport
 from tests.server.running import (

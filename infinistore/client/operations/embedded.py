@@ -15,10 +15,8 @@ import threading
 import time
 from collections.abc import Callable, Coroutine, Generator, Iterator, Mapping, Sequence
 from concurrent.futures import Future
-from contextlib import AbstractContextManager
 from functools import partial
 from itertools import compress
-from math import ceil
 from operator import not_
 from random import Random, SystemRandom
 from typing import Any, ClassVar, NamedTuple, TypeVar, cast
@@ -26,6 +24,7 @@ from typing import Any, ClassVar, NamedTuple, TypeVar, cast
 from xxhash import xxh3_64_intdigest
 
 from infinistore.allocators import create_allocator
+from infinistore.answers import ANSWERS, removals
 from infinistore.client import requests
 from infinistore.client.memory.copying import PAUSE_BYTES, copy_blocks, hash_blocks
 from infinistore.client.memory.views import Leased, ReservedRoom, Returns, Watch, views_at
@@ -34,10 +33,9 @@ from infinistore.client.requests import (
     Batch,
     Followed,
     FollowRemovals,
-    Place,
-    RemovedKeys,
     check_all_there,
     closed,
+    followed,
 )
 from infinistore.core.arena import create_arena
 from infinistore.core.clients import Client, Lease, Reservation
@@ -45,16 +43,21 @@ from infinistore.core.index import NO_CHECKSUM
 from infinistore.core.journal import Journal
 from infinistore.core.limits import CoreLimits
 from infinistore.core.pool import Pool
-from infinistore.core.removals import MAX_TOLD_KEYS, RemovalLog, Told
 from infinistore.core.store import StoreCore
 from infinistore.disk.settings import TierSettings
 from infinistore.disk.tiers import Steps, Tiers
 from infinistore.disk.waits import Wait
 from infinistore.errors import BufferTooSmall, ChecksumMismatch, StoreUnavailable
 from infinistore.host import FORKED, let_go_in_child, start_thread
-from infinistore.protocol import messages
 from infinistore.protocol.effects import Pause
-from infinistore.protocol.messages import Found, Matched, Prefetched
+from infinistore.protocol.messages import (
+    Exists,
+    Keys,
+    ListKeys,
+    ReleaseHold,
+    Reply,
+    Statistics,
+)
 from infinistore.sizes import in_units
 from infinistore.statistics import Stats
 
@@ -79,31 +82,6 @@ def future_of(wait: Wait) -> Future[None]:
     done.set_running_or_notify_cancel()  # whoever waits may go, and the result come all the same
     wait.when_settled(lambda: done.set_result(None))
     return done
-
-
-async def await_removal(
-    lock: AbstractContextManager[Any], log: RemovalLog, look: Callable[[Place], Told], request: FollowRemovals
-) -> Followed:
-    """Ask a store which keys were removed, and wait for one; `look` answers, under the
-    lock."""
-    place = request.places.get("", (0, 0))
-    done: Future[None] = Future()
-    done.set_running_or_notify_cancel()  # nobody can cancel it from here on
-    wake = partial(done.set_result, None)
-    with lock:
-        told = look(place)
-        is_over = told.place != place or bool(told.keys)
-        if not is_over:
-            log.waiting.append(wake)
-    if not is_over:
-        try:
-            await AwaitDisk(done, request.wait_s)
-        finally:
-            with lock:
-                log.stop_waiting(wake)
-        with lock:
-            told = look(place)
-    return Followed({"": told.place}, RemovedKeys(told.keys, told.missed))
 
 
 _Buffer = TypeVar("_Buffer", bytearray, memoryview)
@@ -242,7 +220,7 @@ class EmbeddedStore:
         arena = create_arena(0, options.pool_bytes, huge_pages=options.huge_pages, prefault_threads=1, numa_node=node)
         self.pool.add_arena(arena)
         journal = Journal(reads=options.disk_admission == "second-use") if options.disk else None
-        limits = CoreLimits(max_batch_keys=_MAX_BATCH_KEYS)
+        limits = CoreLimits(max_batch_keys=_MAX_BATCH_KEYS, max_page_keys=2**64 - 1)
         self.core = StoreCore(self.pool, clock=clock, limits=limits, journal=journal)
         self.returns = _CoreReturns(self.core)
         self.lock = self.returns.lock
@@ -372,9 +350,7 @@ class EmbeddedOperations:
         batch, replace, ttl_us = request.batch, request.replace, request.ttl_us
         if replace:
             return await self._put(batch, replace, ttl_us)
-        present = await self.exists(messages.Exists(messages.Keys(batch.keys)))
-        with self._lock:
-            self._core.touch(list(compress(batch.keys, present)))
+        present = await self.ask(Exists(Keys(batch.keys), touch=True))
         missing = batch.where(map(not_, present))
         skipped = list(compress(batch.keys, present))
         skipped += await self._put(missing, replace, ttl_us)
@@ -540,78 +516,50 @@ class EmbeddedOperations:
         with self._lock:
             self._core.commit(room.reservation, room.keys, checksums, ttl_s=request.ttl_us / 1e6)
 
-    async def exists(self, request: messages.Exists) -> Found:
-        """Ask which keys are there."""
+    # Without blocks
+
+    async def ask(self, request: Any) -> Any:
+        """Return the result that the reply of the store has."""
         with self._lock:
-            where = self._tiers.exists(request.keys)
-        return Found.partly_on_disk(map(bool, where), where.count(2))
+            answer = ANSWERS[type(request)](request, self._tiers, self._client, self._store.deadline_s)
+        reply = answer if isinstance(answer, Reply) else await self._settle(answer)
+        return reply.result
 
-    async def match_prefix(self, request: messages.MatchPrefix) -> Matched:
-        """Count the leading keys that are there."""
-        keys, hold_s = request.keys, request.hold_us / 1e6
-        with self._lock:
-            tiers = self._tiers
-            match = tiers.hold_prefix(self._client, keys, hold_s) if hold_s else tiers.match_prefix(keys)
-        return Matched(match.matched, hold_token(match.hold_id), match.matched - match.in_memory)
+    async def list_keys_of_every_node(self, request: requests.ListKeysOfEveryNode) -> list[str]:
+        """Return one page of keys: this store is the only node."""
+        return await self.ask(ListKeys(request.prefix, request.after, request.limit))  # type: ignore[no-any-return]
 
-    async def flush(self, request: messages.Flush) -> int:
-        """Make blocks durable; return how many keys have a durable one."""
-        return await self._settle(self._store.tiers.flush(request.keys, self._store.deadline_s))
-
-    async def prefetch(self, request: messages.Prefetch) -> Prefetched:
-        """Have blocks read ahead."""
-        with self._lock:
-            ahead = self._tiers.prefetch(self._client, request.keys, request.hold_us / 1e6)
-        return Prefetched(ahead.reading, ahead.skipped, hold_token(ahead.hold_id))
-
-    async def release_hold(self, request: requests.ReleaseHolds) -> bool:
-        """End a hold; False if it has ended, or if it was a server's."""
+    async def release_holds(self, request: requests.ReleaseHolds) -> bool:
+        """End the hold that a token names; False if it has ended, or if it was a
+        server's."""
         try:
-            hold_id = int(request.hold, 16)
+            release = ReleaseHold(int(request.hold, 16))
         except ValueError:
             return False
-        with self._lock:
-            return self._tiers.release_hold(hold_id)
+        return bool(await self.ask(release))
 
-    async def delete(self, request: messages.Delete) -> int:
-        """Delete keys; return how many were there."""
-        return await self._settle(self._store.tiers.delete(request.keys, self._store.deadline_s))
-
-    async def pin(self, request: messages.Pin) -> list[bool]:
-        """Pin keys, or unpin them."""
-        with self._lock:
-            kept, keys = self._core.retention, request.keys
-            return list(map(bool, kept.protect(keys, request.ttl_us / 1e6) if request.pinned else kept.unprotect(keys)))
-
-    async def times_left(self, request: messages.TimesLeft) -> list[int | None]:
-        """Tell when keys end."""
-        with self._lock:
-            left = self._core.retention.times_left(request.keys)
-        return [0 if time_s is None else ceil(time_s * 1e6) if time_s else None for time_s in left]
-
-    async def removed(self, request: FollowRemovals) -> Followed:
+    async def follow_removals(self, request: FollowRemovals) -> Followed:
         """Ask which keys were removed, and wait for one."""
-        return await await_removal(self._lock, self._core.removal_log, self._told, request)
-
-    def _told(self, place: tuple[int, int]) -> Told:
-        tiers = self._tiers
-        return tiers.core.removal_log.told(place, MAX_TOLD_KEYS, tiers.exists)
-
-    async def list_keys(self, request: messages.ListKeys) -> list[str]:
-        """One page of keys, in code point order."""
+        message, log = request.message, self._core.removal_log
+        done: Future[None] = Future()
+        done.set_running_or_notify_cancel()  # nobody can cancel it from here on
+        wake = partial(done.set_result, None)
         with self._lock:
-            return self._core.keys(request.prefix, request.limit, request.after)
+            reply = removals(message, self._tiers)
+            is_over = (reply.log, reply.number) != (message.log, message.number) or bool(reply.keys)
+            if not is_over:
+                log.waiting.append(wake)
+        if not is_over:
+            try:
+                await AwaitDisk(done, request.wait_s)
+            finally:
+                with self._lock:
+                    log.stop_waiting(wake)
+            with self._lock:
+                reply = removals(message, self._tiers)
+        return followed(reply)
 
-    async def evict(self, request: messages.Evict) -> int:
-        """Evict cold blocks; return how many."""
-        with self._lock:
-            return self._core.evict(request.low, request.high)
-
-    async def purge(self, request: messages.Purge) -> int:
-        """Delete everything; return how many keys there were in memory."""
-        return await self._settle(self._store.tiers.purge(self._store.deadline_s))
-
-    async def statistics(self, request: messages.Statistics) -> Stats:
+    async def statistics(self, request: Statistics) -> Stats:
         """The statistics of the store and its disks; the details are a server's."""
         with self._lock:
             tiers = self._tiers
@@ -619,30 +567,16 @@ class EmbeddedOperations:
             return Stats("embedded", why, tiers.core.statistics(), disk=tiers.statistics())
 
     handlers: ClassVar[Mapping[type[Any], Callable[[Any, Any], Coroutine[Any, Any, Any]]]] = {
+        **dict.fromkeys(ANSWERS, ask),
         requests.Put: put,
         requests.Get: get,
         requests.GetInto: get_into,
         requests.Lease: lease,
         requests.Reserve: reserve,
         requests.Commit: commit,
-        messages.Exists: exists,
-        messages.MatchPrefix: match_prefix,
-        requests.ReleaseHolds: release_hold,
-        messages.Delete: delete,
-        messages.Pin: pin,
-        messages.TimesLeft: times_left,
-        messages.Flush: flush,
-        messages.Prefetch: prefetch,
-        FollowRemovals: removed,
-        messages.ListKeys: list_keys,
-        requests.ListKeysOfEveryNode: list_keys,
-        messages.Evict: evict,
-        messages.Purge: purge,
-        messages.Statistics: statistics,
+        requests.ReleaseHolds: release_holds,
+        FollowRemovals: follow_removals,
+        requests.ListKeysOfEveryNode: list_keys_of_every_node,
+        Statistics: statistics,
     }
     """What carries out each kind of request."""
-
-
-def hold_token(hold_id: int) -> str:
-    """Return what names a hold to callers; an empty text if there is none."""
-    return f"{hold_id:x}" if hold_id else ""

@@ -18,9 +18,10 @@ from starlette.responses import JSONResponse, Response
 
 from infinistore.access.identity import Role
 from infinistore.access.policy import Policy
+from infinistore.answers import evict_in_steps
 from infinistore.config import ServerConfig
 from infinistore.errors import DiskFailed
-from infinistore.server.maintenance import evict_incrementally
+from infinistore.server.disk import settle
 from infinistore.server.management.http import Application
 from infinistore.server.management.metrics import METRICS_MEDIA_TYPE, Snapshot, render
 from infinistore.server.management.operations import (
@@ -171,7 +172,7 @@ class Management:
         """
         core = self.there.core
         low, high = _bounds(await _given(request), self.config)
-        return JSONResponse({"status": "ok", "num": await evict_incrementally(core, low, high, "manual")})
+        return JSONResponse({"status": "ok", "num": await settle(evict_in_steps(core, low, high, "manual"))})
 
     @OPERATIONS.add("GET", "/stats", {200: _STATISTICS}, parameters={"details": {"type": "boolean"}})
     async def stats(self, request: Request) -> Response:

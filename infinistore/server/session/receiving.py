@@ -11,14 +11,14 @@ first.
 
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from functools import partial
-from itertools import compress
 from typing import Any
 
 import trio
 
+from infinistore.answers import exists
 from infinistore.kept_errors import KeptError
 from infinistore.protocol.effects import LongBody
-from infinistore.protocol.messages import Exists, ExistsReply, Message
+from infinistore.protocol.messages import Exists, Message
 from infinistore.protocol.server_connection import Received, ServerConnection
 from infinistore.server.budgets import BodyBudget, BodyGrant
 from infinistore.server.connection import Conversation, Holdings
@@ -125,10 +125,6 @@ class Receiving:
             self._body = None
 
 
-_OF_ONE_KEY = ExistsReply(b"\0"), ExistsReply(b"\1"), ExistsReply(b"\1", 1)
-_IN_STORE = bytes.maketrans(b"\2", b"\1")
-
-
 class AnswersAtOnce:
     """Answers what it can; `handlers` are those of what the client may ask for."""
 
@@ -210,13 +206,6 @@ class AnswersAtOnce:
         return begun
 
     def _exists(self, request: Exists, received: Received, at_once: bool) -> Sequence[memoryview]:
-        tiers = self._conversation.tiers
-        where = tiers.exists(request.keys)
-        if request.touch:
-            tiers.core.touch(list(compress(request.keys, where)))
-        if len(where) == 1:
-            reply = _OF_ONE_KEY[where[0]]
-        else:
-            on_disk = where.count(2)
-            reply = ExistsReply(where.translate(_IN_STORE) if on_disk else where, on_disk)
-        return self._conversation.connection.begin_reply(reply)
+        conversation = self._conversation
+        reply = exists(request, conversation.tiers, conversation.client, 0.0)
+        return conversation.connection.begin_reply(reply)

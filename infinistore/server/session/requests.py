@@ -1,59 +1,29 @@
-"""Who answers which request: movers those that move payload, a function here each of
-the others, and nobody those that a client's roles do not allow.
+"""Roles, movers and removals: who may make a request, the movers that answer those with
+payload, and the wait for removals. The other answers are those of any store
+(`infinistore.answers`).
 
-Long work is done in slices (`infinistore/server/maintenance.py`), so that it delays no
-other client for long. For those who follow removals, nothing is kept between two
-requests: a wait is bounded by what the client asks for, by its deadline, and by
-`MAX_WAIT_S`. A key is told if it is nowhere when the answer is made: one that has left
-memory and is on disk is there, and so is one that was put again.
-
-Answers are those of both tiers, and wait for disks where they must: `Delete` and
-`Purge` until no crash can bring a key back, `Flush` until blocks are durable.
+For those who follow removals, nothing is kept between two requests: a wait is bounded
+by the time that the client asks for, by its deadline, and by `MAX_WAIT_S`.
 """
 
-import math
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from functools import partial
 from typing import Any, Final
 
 import trio
 
 from infinistore.access.identity import ALL_ROLES, Identity, Proof, Role
-from infinistore.core.removals import MAX_TOLD_KEYS
+from infinistore.answers import removals
 from infinistore.core.store import StoreCore
 from infinistore.errors import InfiniStoreException, LimitExceeded, PermissionDenied
 from infinistore.protocol import messages
-from infinistore.protocol.codec import pack_u64
 from infinistore.protocol.messages import (
-    MISSING,
     ONE_WAY,
-    CountReply,
-    Delete,
-    Evict,
-    Flush,
-    Keys,
-    KeysReply,
-    ListKeys,
-    Mark,
     Message,
-    Pin,
-    PinReply,
-    Prefetch,
-    PrefetchReply,
-    Purge,
-    ReleaseHold,
     Removed,
-    RemovedReply,
-    Reply,
-    TimesLeft,
-    TimesLeftReply,
-    Verify,
-    VerifyReply,
 )
 from infinistore.protocol.server_connection import Received
 from infinistore.server.connection import Conversation, Holdings
-from infinistore.server.disk import settle, time_for_disks_s
-from infinistore.server.maintenance import evict_incrementally, list_keys_incrementally
 from infinistore.server.movers.base import ConnectionMover, Handler, Mover
 
 MAX_WAIT_S = 10.0
@@ -83,20 +53,13 @@ class RemovalWaits:
         if received.deadline_us:
             wait_s = min(wait_s, _DEADLINE_SHARE * received.deadline_us / 1e6)
         until = trio.current_time() + wait_s
-        reply = self._look(request)
+        reply = removals(request, self._conversation.tiers)
         while not reply.keys and not reply.missed and reply.log == request.log and not self._hurried:
             if reply.number == request.number and not await self._wait(until):
                 break
             request = Removed(reply.log, reply.number, request.limit, request.wait_us)
-            reply = self._look(request)
+            reply = removals(request, self._conversation.tiers)
         await self._conversation.reply(reply)
-
-    def _look(self, request: Removed) -> RemovedReply:
-        core = self._core
-        core.commit_written()  # which ends the keys whose time is over
-        most = min(request.limit, MAX_TOLD_KEYS, core.limits.max_batch_keys)
-        told = core.removal_log.told((request.log, request.number), most, self._conversation.tiers.exists)
-        return RemovedReply(*told.place, Keys(told.keys), MISSING if told.missed is None else told.missed)
 
     async def _wait(self, until: float) -> bool:
         """Wait for a removal, or for the end of a key; False if the time is over."""
@@ -232,88 +195,3 @@ def open_movers(
             one.close()
         raise
     return opened, {**refused, **handlers}
-
-
-MAX_PAGE_KEYS = 10_000
-"""The most keys in one reply; clients ask for the next page."""
-
-
-async def _release_hold(request: ReleaseHold, conversation: Conversation, received: Received) -> Reply:
-    return CountReply(int(conversation.tiers.release_hold(request.hold)))
-
-
-async def _delete(request: Delete, conversation: Conversation, received: Received) -> Reply:
-    return CountReply(await settle(conversation.tiers.delete(request.keys, time_for_disks_s(received.deadline_us))))
-
-
-async def _flush(request: Flush, conversation: Conversation, received: Received) -> Reply:
-    conversation.core.limits.check_batch(len(request.keys))
-    return CountReply(await settle(conversation.tiers.flush(request.keys, time_for_disks_s(received.deadline_us))))
-
-
-async def _prefetch(request: Prefetch, conversation: Conversation, received: Received) -> Reply:
-    conversation.core.limits.check_batch(len(request.keys))
-    ahead = conversation.tiers.prefetch(conversation.client, request.keys, request.hold_us / 1e6)
-    return PrefetchReply(ahead.reading, ahead.skipped, ahead.hold_id)
-
-
-async def _pin(request: Pin, conversation: Conversation, received: Received) -> Reply:
-    kept, keys = conversation.core.retention, request.keys
-    return PinReply(kept.protect(keys, request.ttl_us / 1e6) if request.pinned else kept.unprotect(keys))
-
-
-async def _times_left(request: TimesLeft, conversation: Conversation, received: Received) -> Reply:
-    left = conversation.core.retention.times_left(request.keys)
-    return TimesLeftReply(
-        pack_u64(0 if time_s is None else math.ceil(time_s * 1e6) if time_s else MISSING for time_s in left)
-    )
-
-
-async def _mark(request: Mark, conversation: Conversation, received: Received) -> Reply:
-    return CountReply(conversation.core.deletions.mark(ends_earlier=request.ends_earlier))
-
-
-async def _list_keys(request: ListKeys, conversation: Conversation, received: Received) -> Reply:
-    limit = min(request.limit, MAX_PAGE_KEYS)
-    return KeysReply(
-        Keys(await list_keys_incrementally(conversation.core, request.prefix, limit, request.after)), limit
-    )
-
-
-async def _purge(request: Purge, conversation: Conversation, received: Received) -> Reply:
-    return CountReply(await settle(conversation.tiers.purge(time_for_disks_s(received.deadline_us))))
-
-
-async def _evict(request: Evict, conversation: Conversation, received: Received) -> Reply:
-    return CountReply(await evict_incrementally(conversation.core, request.low, request.high, "manual"))
-
-
-async def _verify(request: Verify, conversation: Conversation, received: Received) -> Reply:
-    core = conversation.core
-    core.limits.check_batch(len(request.keys))
-    sound = bytearray()
-    for key in request.keys:
-        sound.append(core.verify(key))
-        await trio.lowlevel.checkpoint()
-    return VerifyReply(bytes(sound))
-
-
-ANSWERS: dict[type[Message], Callable[[Any, Conversation, Received], Awaitable[Reply]]] = {
-    ReleaseHold: _release_hold,
-    Delete: _delete,
-    Flush: _flush,
-    Prefetch: _prefetch,
-    Pin: _pin,
-    TimesLeft: _times_left,
-    Mark: _mark,
-    ListKeys: _list_keys,
-    Purge: _purge,
-    Evict: _evict,
-    Verify: _verify,
-}
-"""The function for each request.
-
-Raises:
-    InfiniStoreException: the store refuses the request.
-    ValueError: the same.
-"""

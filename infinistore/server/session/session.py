@@ -22,6 +22,7 @@ import trio
 
 from infinistore.access.audit import Audit
 from infinistore.access.identity import ALL_ROLES, DEFAULT_IDENTITY, Identity
+from infinistore.answers import ANSWERS, match_prefix
 from infinistore.core.clients import Client
 from infinistore.core.store import StoreCore
 from infinistore.disk.tiers import Tiers
@@ -42,10 +43,10 @@ from infinistore.protocol.messages import (
     Evict,
     HelloReply,
     MatchPrefix,
-    MatchPrefixReply,
     Message,
     Purge,
     Removed,
+    Reply,
     Statistics,
     StatisticsReply,
     TakeOver,
@@ -66,13 +67,12 @@ from infinistore.server.connection import (
     part,
     send_fatal_error,
 )
-from infinistore.server.disk import ServerDisks
+from infinistore.server.disk import ServerDisks, settle, time_for_disks_s
 from infinistore.server.maintenance import PoolGrowth
 from infinistore.server.movers.base import Handler, Mover
 from infinistore.server.recorder import CANCELLED, OK, Recorder, outcome_of
 from infinistore.server.session.receiving import AnswersAtOnce, Receiving
 from infinistore.server.session.requests import (
-    ANSWERS,
     RemovalWaits,
     open_movers,
     refusals,
@@ -132,6 +132,7 @@ _REVOKED = (
     "the token of this connection was revoked, or its tenant removed; ask for a new token (infinistore tenant rotate)"
 )
 _ADMINISTRATIVE = frozenset((Purge, Evict))
+_ANSWERS = {kind: answer for kind, answer in ANSWERS.items() if kind is not MatchPrefix}
 
 
 class Session:
@@ -198,7 +199,7 @@ class Session:
         }
         giving = context.giving
         self._handlers[TakeOver] = refuse_take_over if giving is None else partial(giving.answer, conversation)
-        self._answers = ANSWERS
+        self._answers = _ANSWERS
         self._at_once = AnswersAtOnce(conversation, self._holdings, context.recorder)
         quick = self._at_once.handlers_of(self._movers, handlers)
         self._permitted = self._handlers, self._answers, quick
@@ -209,7 +210,7 @@ class Session:
         """The requests that this connection has a handler for; some handlers refuse
         with a reason.
         """
-        return frozenset((*ANSWERS, *self._handlers, *self._at_once.handlers)) - {TooManyKeys}
+        return frozenset((*_ANSWERS, *self._handlers, *self._at_once.handlers)) - {TooManyKeys}
 
     @property
     def transport(self) -> str:
@@ -441,7 +442,9 @@ class Session:
                 await self._conversation.send_answer(begun)
             elif (answer := self._answers.get(type(message))) is not None:
                 conversation = self._conversation
-                reply = await answer(message, conversation, received)
+                within_s = time_for_disks_s(received.deadline_us)
+                answered = answer(message, conversation.tiers, conversation.client, within_s)
+                reply = answered if isinstance(answered, Reply) else await settle(answered)
                 if type(message) in _ADMINISTRATIVE:
                     self._note(message, attrs.asdict(reply))
                 await conversation.reply(reply)
@@ -484,15 +487,12 @@ class Session:
     async def _match_prefix(self, match: MatchPrefix, received: Received) -> None:
         conversation = self._conversation
         tiers = conversation.tiers
-        if match.hold_us:
-            found = tiers.hold_prefix(conversation.client, match.keys, match.hold_us / 1e6)
-        else:
-            found = tiers.match_prefix(match.keys, touch=False)
+        reply = match_prefix(match, tiers, conversation.client, 0.0, touch=False)
         try:
-            await conversation.reply(MatchPrefixReply(found.matched, found.hold_id, found.matched - found.in_memory))
+            await conversation.reply(reply)
         finally:
             if not match.hold_us:
-                tiers.core.touch(match.keys[: found.matched])  # while the client reads the answer
+                tiers.core.touch(match.keys[: reply.matched])  # while the client reads the answer
 
     async def _statistics(self, request: Statistics, received: Received) -> None:
         await self._conversation.reply(StatisticsReply(await self._context.statistics(request.details)))
