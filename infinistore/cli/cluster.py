@@ -7,6 +7,7 @@ import shutil
 import sys
 from collections.abc import Awaitable, Callable, Iterator, Sequence
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final, Generic, TypeVar
 from urllib.parse import urlencode
@@ -190,18 +191,16 @@ def _drain_registered(
     """Ask a node to drain, and wait until it has; return how far it is."""
     from infinistore.cluster.documents import Drain
 
-    found = Drain()
-
-    async def ask_and_wait() -> None:
-        nonlocal found
-        if not await operator.begin_drain(node, force=force) and timeout_s:
+    async def ask_and_wait() -> Drain:
+        is_new = await operator.begin_drain(node, force=force)
+        if not timeout_s:
+            return Drain()
+        if not is_new:
             note(f"{node} was asked to drain before; this waits for it")
-        if timeout_s:
-            with _progress(node, quiet=quiet) as show:
-                found = await _until_out(operator, node, timeout_s, show)
+        with _progress(node, quiet=quiet) as show:
+            return await _until_out(operator, node, timeout_s, show)
 
-    _run(ask_and_wait, f"{node} goes on; `infinistore cluster add {node} {cluster}` ends that")
-    return found
+    return _run(ask_and_wait, f"{node} goes on; `infinistore cluster add {node} {cluster}` ends that")
 
 
 async def _until_out(
@@ -253,7 +252,6 @@ def _add_registered(operator: "Operator", node: str, timeout_s: float) -> "tuple
 
     from infinistore.cluster.membership import NodeState
 
-    changed = False
     last: NodeStanding | None = None
 
     def look(standing: "NodeStanding") -> bool:
@@ -261,14 +259,13 @@ def _add_registered(operator: "Operator", node: str, timeout_s: float) -> "tuple
         last = standing
         return standing.state in (NodeState.JOINING, NodeState.SERVING)
 
-    async def let_and_wait() -> None:
-        nonlocal changed
+    async def let_and_wait() -> bool:
         changed = await operator.end_drain(node)
         with trio.move_on_after(timeout_s):
             await operator.follow(node, look)
+        return changed
 
-    _run(let_and_wait, f"{node} may serve")
-    return changed, last
+    return _run(let_and_wait, f"{node} may serve"), last
 
 
 def _set_in_file(cluster: "ClusterUrl", node: str, *, draining: bool, force: bool, as_json: bool) -> None:
@@ -279,23 +276,19 @@ def _set_in_file(cluster: "ClusterUrl", node: str, *, draining: bool, force: boo
 
     state = NodeState.DRAINING if draining else NodeState.SERVING
     place: Any = cluster.place
-
-    async def write() -> bool:
-        return await set_state_in_file(place, node, state, force=force)
-
-    changed = trio.run(write)
+    changed = trio.run(partial(set_state_in_file, place, node, state, force=force))
     if as_json:
         print_json({"url": str(cluster), "node": node, "changed": changed, "state": state.value})
     else:
         print_line(f"{node} {'is' if changed else 'was already'} {state.value} in {place.path}")
 
 
-def _run(work: Callable[[], Awaitable[None]], after_interrupt: str) -> None:
-    """Run it; after Ctrl-C, say what goes on."""
+def _run(work: Callable[[], Awaitable[_T]], after_interrupt: str) -> _T:
+    """Run it, and return its result; after Ctrl-C, say what goes on."""
     import trio
 
     try:
-        trio.run(work)
+        return trio.run(work)
     except KeyboardInterrupt:
         note(after_interrupt)
         raise

@@ -18,7 +18,8 @@ import statistics
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager, suppress
+from contextlib import AbstractContextManager, ExitStack, closing, contextmanager, suppress
+from functools import partial
 from typing import TYPE_CHECKING, Any, Final
 from urllib.parse import urlsplit
 
@@ -238,61 +239,40 @@ class _Runner:
             self.elapsed_s = max(self.elapsed_s, now - start)
 
 
+@attrs.frozen
 class _Raw:
-    """The same bytes without a store, for one client."""
+    """The same bytes without a store, for one client: `put` and `get` move so many."""
 
-    name = ""
-
-    def __init__(self, client: Client) -> None:
-        self._source, self._target = client.source, client.target
-
-    def put(self, length: int) -> Step:
-        raise NotImplementedError
-
-    def get(self, length: int) -> Step:
-        raise NotImplementedError
+    name: str
+    put: Callable[[int], Step]
+    get: Callable[[int], Step]
 
 
-class _Copy(_Raw):
-    name = "memory copy"
-
-    def __init__(self, client: Client) -> None:
-        super().__init__(client)
-        self._room = memoryview(_pages(len(self._source), b"\0"))
-
-    def put(self, length: int) -> Step:
-        return lambda: _copy(self._room, self._source, length)
-
-    def get(self, length: int) -> Step:
-        return lambda: _copy(self._target, self._room, length)
+def _copies(client: Client) -> _Raw:
+    source, target, room = client.source, client.target, memoryview(_pages(len(client.source), b"\0"))
+    return _Raw(
+        "memory copy",
+        put=lambda length: partial(_copy, room, source, length),
+        get=lambda length: partial(_copy, target, room, length),
+    )
 
 
-class _Sockets(_Raw):
-    name = "raw sockets"
-
-    def __init__(self, client: Client, raw_client: RawClient) -> None:
-        super().__init__(client)
-        self._client = raw_client
-
-    def put(self, length: int) -> Step:
-        return lambda: self._client.put(self._source[:length])
-
-    def get(self, length: int) -> Step:
-        return lambda: self._client.get(self._target[:length])
+def _sockets(client: Client, peer: RawClient) -> _Raw:
+    source, target = client.source, client.target
+    return _Raw(
+        "raw sockets",
+        put=lambda length: partial(peer.put, source[:length]),
+        get=lambda length: partial(peer.get, target[:length]),
+    )
 
 
 @contextmanager
 def _compared(transport: str, clients: Sequence[Client]) -> Iterator[list[_Raw]]:
     if transport not in ("tcp", "unix"):
-        yield [_Copy(client) for client in clients]
+        yield [_copies(client) for client in clients]
         return
     with raw_peer(unix=transport == "unix") as address, ExitStack() as stack:
-        raw: list[_Raw] = []
-        for client in clients:
-            raw_client = RawClient(address)
-            stack.callback(raw_client.close)
-            raw.append(_Sockets(client, raw_client))
-        yield raw
+        yield [_sockets(client, stack.enter_context(closing(RawClient(address)))) for client in clients]
 
 
 def _copy(target: memoryview, source: memoryview, length: int) -> None:
