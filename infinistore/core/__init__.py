@@ -1,8 +1,9 @@
 """The store itself: memory, index, pins and eviction. No sockets, no tasks, no clock of
 its own.
 
-`store.py` puts the parts together. `tenants.py` and `sharing.py` are stores that share
-a pool. `hand_over.py` and `pool_state.py` pass a store on to another process.
+`store.py` is the store, the other modules are its parts. `tenants.py` and
+`sharing.py` are stores that share a pool. `hand_over.py` and `pool_state.py` pass a
+store on to another process.
 """
 
 from infinistore.core.arena import Arena, create_arena

@@ -19,7 +19,7 @@ evicted (`space`), and where else than in memory a key may be.
 """
 
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from itertools import islice
 from random import Random
 from typing import NamedTuple
@@ -27,7 +27,7 @@ from typing import NamedTuple
 import xxhash
 
 from infinistore.core.deletions import Deletions
-from infinistore.core.index import NO_CHECKSUM, Entry, Index, checksum_of, extent_of
+from infinistore.core.index import NO_CHECKSUM, Entry, Index, checksum_of, extent_of, length_of
 from infinistore.core.journal import Change, Journal
 from infinistore.core.pins import Retired
 from infinistore.core.pool import Pool
@@ -264,3 +264,45 @@ class Removals:
         if self._journal is not None:
             self._journal.append("drop", [key], [entry])
         return True
+
+
+class Unverified:
+    """The blocks of `waiting`, in the order in which they are hashed if nobody asks for
+    them."""
+
+    def __init__(self, removals: Removals, waiting: Mapping[str, Entry]) -> None:
+        self._removals = removals
+        self._waiting = dict(waiting)
+        self._order = iter(list(waiting))
+        self.dropped = 0
+        """How many did not match their checksums."""
+
+    def __len__(self) -> int:
+        return len(self._waiting)
+
+    def verify(self, index: Index, keys: Sequence[str]) -> bool:
+        """Hash the blocks of these keys that nobody has hashed; whether any was
+        dropped."""
+        if not self._waiting or self._waiting.keys().isdisjoint(keys):
+            return False
+        before = self.dropped
+        for key in keys:
+            self._verify(index, key)
+        return self.dropped > before
+
+    def verify_some(self, index: Index, most_bytes: int) -> bool:
+        """Hash about so many bytes of blocks, at least one block; whether any is
+        left."""
+        for key in self._order:
+            most_bytes -= self._verify(index, key)
+            if most_bytes <= 0:
+                break
+        return bool(self._waiting)
+
+    def _verify(self, index: Index, key: str) -> int:
+        """Hash a block, if it still has its key; return how many bytes that were."""
+        entry = self._waiting.pop(key, None)
+        if entry is None or index.get(key) != entry:  # replaced, deleted or evicted meanwhile
+            return 0
+        self.dropped += self._removals.drop_if_damaged(index, key)
+        return length_of(entry)

@@ -16,12 +16,11 @@ gone (its sessions end); and to call `remove_left` until it is done, in steps.
 
 import random as random_module
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from typing import Any
 
 import attrs
 
 from infinistore.core.clients import Client, Hazard
-from infinistore.core.hand_over import Adopted
+from infinistore.core.hand_over import Adopted, adopt_pinned, adopt_rest
 from infinistore.core.index import Entry
 from infinistore.core.journal import Journal
 from infinistore.core.limits import CoreLimits, Watermarks
@@ -29,7 +28,7 @@ from infinistore.core.pool import Pool
 from infinistore.core.pool_state import PoolState
 from infinistore.core.sharing import Sharing, TenantPool, TenantSpace
 from infinistore.core.space import EvictionCause
-from infinistore.core.store import CoreParts, StoreCore
+from infinistore.core.store import StoreCore
 from infinistore.errors import ConfigError, LimitExceeded
 from infinistore.sizes import in_units
 from infinistore.statistics import StoreStatistics
@@ -59,6 +58,9 @@ class _Limits(CoreLimits):
 class TenantStore(StoreCore):
     """The store of the tenant that `tenant_limits` names."""
 
+    pool: TenantPool
+    space: TenantSpace
+
     def __init__(
         self,
         sharing: Sharing,
@@ -67,48 +69,47 @@ class TenantStore(StoreCore):
         clock: Callable[[], float],
         limits: CoreLimits,
         random: random_module.Random | None = None,
-        parts: CoreParts,
         journal: Journal | None = None,
     ) -> None:
-        self._sharing = sharing
-        self._tenant_pool = pool = TenantPool(sharing.pool)
-        self._make_space = parts.tenant_space
+        self.sharing = sharing
         self.tenant_limits = tenant_limits
         super().__init__(
-            pool,
+            TenantPool(sharing.pool),
             clock=clock,
             limits=_Limits(**attrs.asdict(limits), check_pins=self._check_pins),
             watermarks=sharing.watermarks,
             random=random,
             journal=journal,
-            parts=parts._replace(space=self._make_tenant_space),
         )
-        space = self._tenant_space
-        space.index = self._committed.up_to_date
-        space.expire_holds = self.expire_holds
-        space.blocks_reserved = self._blocks_reserved
+        self.space.index = self.committed.up_to_date
+        self.space.expire_holds = self.expire_holds
+        self.space.blocks_reserved = self._blocks_reserved
         self.set_limits(tenant_limits)
 
     def set_limits(self, tenant_limits: TenantLimits) -> None:
         """Use other limits from now on, or these in a pool that has changed."""
-        self.tenant_limits = self._tenant_space.tenant_limits = tenant_limits
-        sharing = self._sharing
-        self._tenant_pool.capacity_bytes = sharing.room_bytes(tenant_limits.reserved_bytes, tenant_limits.max_bytes)
+        self.tenant_limits = self.space.tenant_limits = tenant_limits
+        sharing = self.sharing
+        self.pool.capacity_bytes = sharing.room_bytes(tenant_limits.reserved_bytes, tenant_limits.max_bytes)
 
-    @property
-    def space(self) -> TenantSpace:
-        """Its space, for those who share the pool."""
-        return self._tenant_space
+    def make_space(self) -> TenantSpace:
+        """Make a part, which those who share the pool use, too."""
+        return TenantSpace(
+            *(self.sharing, self.tenant_limits, self.pool),
+            *(self.pins, self.retired, self.removals, self.retention),
+            watermarks=self.watermarks,
+            growth=self.growth,
+        )
 
     def resume(self, past: StoreStatistics) -> None:
         """Count on from the figures of an earlier store of this tenant, which had no
         block any more."""
-        reads, writes, removals = self._reads, self._writes, self._removals
-        reads.hits, reads.hit_bytes, reads.misses = past.hits, past.hit_bytes, past.misses
-        writes.puts, writes.put_bytes = past.puts, past.put_bytes
+        removals = self.removals
+        self.hits, self.hit_bytes, self.misses = past.hits, past.hit_bytes, past.misses
+        self.puts, self.put_bytes = past.puts, past.put_bytes
         removals.deleted, removals.expired = past.deleted, past.expired
         removals.checksum_drops = past.checksum_drops
-        self._tenant_space.evicted = attrs.asdict(past.evicted)  # type: ignore[assignment]
+        self.space.evicted = attrs.asdict(past.evicted)  # type: ignore[assignment]
 
     @property
     def idle(self) -> bool:
@@ -123,35 +124,31 @@ class TenantStore(StoreCore):
 
     def reclaim(self) -> None:
         """Free what waits to be free."""
-        self._tenant_space.reclaim()
+        self.space.reclaim()
 
     def release_all_holds(self) -> None:
         """End every hold of the tenant."""
-        self._holds.release_all()
+        self.holds.release_all()
 
     def accept_hazards(
         self, client: Client, read_hazards: Callable[[], list[Hazard]], count_unread: Callable[[], int] = lambda: 1
     ) -> None:
         """As for any store."""
         super().accept_hazards(client, read_hazards, count_unread)
-        self._sharing.mapping[self._tenant_space] = None
+        self.sharing.mapping[self.space] = None
 
     def close_client(self, client: Client) -> None:
         """As for any store."""
         super().close_client(client)
-        if not self._hazard_pins.clients and self._tenant_space in self._sharing.mapping:
+        if not self.hazard_pins.clients and self.space in self.sharing.mapping:
             self.reclaim()
-            self._sharing.mapping.pop(self._tenant_space, None)
-
-    def _make_tenant_space(self, *arguments: Any, **options: Any) -> TenantSpace:
-        self._tenant_space = self._make_space(self._sharing, self.tenant_limits, *arguments, **options)
-        return self._tenant_space
+            self.sharing.mapping.pop(self.space, None)
 
     def _blocks_reserved(self) -> int:
         return sum(len(reservation.extents) for client in self.clients for reservation in client.reservations)
 
     def _check_pins(self, wanted_bytes: int) -> None:
-        space = self._tenant_space
+        space = self.space
         pinned_bytes, room_bytes = space.pinned_bytes, self.pool.capacity_bytes
         if pinned_bytes and pinned_bytes + wanted_bytes > self.max_pinned_bytes:
             raise LimitExceeded(
@@ -160,7 +157,7 @@ class TenantStore(StoreCore):
                 f" max_pinned_ratio={self.limits.max_pinned_ratio:g} of its {in_units(room_bytes)} bounds all together;"
                 " release leases or finish writes first"
             )
-        self._sharing.check_pins(space, wanted_bytes)
+        self.sharing.check_pins(space, wanted_bytes)
 
 
 class Tenants:
@@ -175,7 +172,7 @@ class Tenants:
         limits: CoreLimits | None = None,
         watermarks: Watermarks | None = None,
         random: random_module.Random | None = None,
-        parts: CoreParts | None = None,
+        make_store: Callable[..., TenantStore] = TenantStore,
     ) -> None:
         self.pool = pool
         self.sharing = Sharing(pool, watermarks or Watermarks())
@@ -187,7 +184,7 @@ class Tenants:
         self._clock = clock
         self._core_limits = limits or CoreLimits()
         self._random = random or random_module.SystemRandom()
-        self._parts = parts or CoreParts()
+        self._new_store = make_store
 
     def __len__(self) -> int:
         """Return the number of tenants."""
@@ -303,10 +300,9 @@ class Tenants:
                 stores[name] = self._stores[name] = self._make_store(limits, make_journal(limits))
             else:
                 stores[name] = self._left[name] = self._make_store(TenantLimits(name))
-            pinned[name] = stores[name].hand_over.adopt_pinned(self._mine(name, state))
+            pinned[name] = adopt_pinned(stores[name], self._mine(name, state))
         adopted = {
-            name: stores[name].hand_over.adopt_rest(self._mine(name, state), pinned[name])
-            for name, state in states.items()
+            name: adopt_rest(stores[name], self._mine(name, state), pinned[name]) for name, state in states.items()
         }
         self._recount()
         return adopted
@@ -367,13 +363,12 @@ class Tenants:
         self.sharing.recount(spaces)
 
     def _make_store(self, tenant_limits: TenantLimits, journal: Journal | None = None) -> TenantStore:
-        store = TenantStore(
+        store = self._new_store(
             self.sharing,
             tenant_limits,
             clock=self._clock,
             limits=self._core_limits,
             random=self._random,
-            parts=self._parts,
             journal=journal,
         )
         self._watch(store)

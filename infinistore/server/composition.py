@@ -311,13 +311,12 @@ async def open_disks(
 def make_core(config: ServerConfig, pool: Pool, environment: Environment) -> StoreCore:
     """Make the store of a server."""
     journal = _make_journal(config) if config.disks else None
-    return StoreCore(
+    return environment.make_store(
         pool,
         clock=environment.clock,
         limits=_core_limits(config),
         random=environment.random,
         journal=journal,
-        parts=environment.core_parts,
     )
 
 

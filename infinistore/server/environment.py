@@ -12,7 +12,8 @@ import trio
 
 from infinistore.config import ServerConfig
 from infinistore.core.arena import Arena, create_arena
-from infinistore.core.store import CoreParts
+from infinistore.core.store import StoreCore
+from infinistore.core.tenants import TenantStore
 from infinistore.disk_settings import DiskPlace
 from infinistore.host import MemoryLimit, available_memory
 from infinistore.protocol.frame_reader import READ_AHEAD_BYTES
@@ -65,8 +66,8 @@ class Environment:
     together.
     """
     make_body_budget: Callable[[int], BodyBudget] = BodyBudget
-    core_parts: CoreParts = attrs.field(factory=CoreParts)
-    """What makes the parts of stores."""
+    make_store: Callable[..., StoreCore] = StoreCore
+    make_tenant_store: Callable[..., TenantStore] = TenantStore
     installed_transports: Callable[[], list[Transport]] = installed_transports
     open_disks: "Callable[[Sequence[DiskPlace], Random], StoreDisks]" = _open_disks
     """Opens the disks of a configuration that names some. Blocking."""

@@ -515,7 +515,11 @@ async def open_groups(
         if not pool.arenas:
             pool.add_arena(await environment.run_in_thread(make_arena, 0, size_bytes))
         tenants = Tenants(
-            pool, clock=environment.clock, limits=limits, random=environment.random, parts=environment.core_parts
+            pool,
+            clock=environment.clock,
+            limits=limits,
+            random=environment.random,
+            make_store=environment.make_tenant_store,
         )
         try:
             tenants.apply(members)

@@ -48,15 +48,15 @@ def make_core(allocator_name: str, clock: FakeClock) -> Iterator[Callable[..., S
     """
     pools: list[Pool] = []
 
-    def make(*arena_bytes: int, **options: Any) -> StoreCore:
+    def create(*arena_bytes: int, make: Callable[..., StoreCore] = StoreCore, **options: Any) -> StoreCore:
         pool = Pool(make_allocator(allocator_name))
         pools.append(pool)
         options = {"clock": clock, "watermarks": Watermarks(1.0, 1.0), "random": random.Random(1), **options}
-        core = StoreCore(pool, **options)
+        core = make(pool, **options)
         for index, length in enumerate(arena_bytes or (4096,)):
             core.add_arena(create_arena(index, length))
         return core
 
-    yield make
+    yield create
     for pool in pools:
         pool.close()

@@ -1,14 +1,14 @@
 """What a store may do, and does in simulations: it stays a store all the same."""
 
 from collections.abc import Callable
+from functools import partial
 from random import Random
 
 import pytest
 
 from infinistore.core import CoreLimits, StoreCore
-from infinistore.core.store import CoreParts
 from infinistore.errors import OutOfMemory
-from tests.simulation.buggify import Buggify, Point, core_parts
+from tests.simulation.buggify import BuggifiedStore, Buggify, Point
 
 MakeCore = Callable[..., StoreCore]
 KEYS = [f"key-{number}" for number in range(12)]
@@ -34,8 +34,8 @@ def put(core: StoreCore, keys: list[str], size: int = 64, mark: bytes = b"x") ->
     core.close_client(client)
 
 
-def always(*points: Point) -> CoreParts:
-    return core_parts(Buggify(Random(1), dict.fromkeys(points, 1.0)))
+def always(*points: Point) -> Callable[..., StoreCore]:
+    return partial(BuggifiedStore, Buggify(Random(1), dict.fromkeys(points, 1.0)))
 
 
 def test_a_point_without_a_chance_never_fires() -> None:
@@ -47,7 +47,7 @@ def test_a_point_without_a_chance_never_fires() -> None:
 
 def test_an_allocator_that_refuses_everything_makes_a_store_evict_and_then_refuse(make_core: MakeCore) -> None:
     buggify = Buggify(Random(1), {})
-    core = make_core(parts=core_parts(buggify))
+    core = make_core(make=partial(BuggifiedStore, buggify))
     put(core, KEYS)
     buggify.chances = {Point.ALLOCATION_REFUSED: 1.0}
     with pytest.raises(OutOfMemory, match="pieces"):
@@ -57,7 +57,7 @@ def test_an_allocator_that_refuses_everything_makes_a_store_evict_and_then_refus
 
 
 def test_a_scattered_batch_is_whole(make_core: MakeCore) -> None:
-    core = make_core(parts=always(Point.SCATTERED_BATCH))
+    core = make_core(make=always(Point.SCATTERED_BATCH))
     client = core.open_client("a")
     reservation = core.reserve(client, [64] * 8)
     assert len(reservation.merged_views) > 1
@@ -69,7 +69,7 @@ def test_a_scattered_batch_is_whole(make_core: MakeCore) -> None:
 
 
 def test_a_scattered_batch_that_does_not_fit_takes_nothing(make_core: MakeCore) -> None:
-    core = make_core(parts=always(Point.SCATTERED_BATCH), limits=CoreLimits(max_pinned_ratio=1.0))
+    core = make_core(make=always(Point.SCATTERED_BATCH), limits=CoreLimits(max_pinned_ratio=1.0))
     keys = [str(number) for number in range(64)]
     put(core, keys)
     entries = sorted((core.index.get(key) or (0, 0, 0, 0), key) for key in keys)
@@ -80,7 +80,7 @@ def test_a_scattered_batch_that_does_not_fit_takes_nothing(make_core: MakeCore) 
 
 
 def test_what_a_client_may_not_name_or_get_in_advance_stays_unnamed_and_free(make_core: MakeCore) -> None:
-    core = make_core(parts=always(Point.SPARE_REFUSED, Point.PREPARE_REFUSED, Point.SHORT_ANSWER))
+    core = make_core(make=always(Point.SPARE_REFUSED, Point.PREPARE_REFUSED, Point.SHORT_ANSWER))
     client = core.open_client("a")
     assert core.reserve_spare(client, [64]) is None
     reservation = core.reserve(client, [64])
@@ -94,7 +94,7 @@ def test_what_a_client_may_not_name_or_get_in_advance_stays_unnamed_and_free(mak
 def test_whatever_happens_a_store_gives_what_was_put_and_loses_no_space(make_core: MakeCore, seed: int) -> None:
     random = Random(seed)
     buggify = Buggify(random, dict.fromkeys(POINTS, 0.3))
-    core = make_core(parts=core_parts(buggify))
+    core = make_core(make=partial(BuggifiedStore, buggify))
     core.expect_hazards()
     latest: dict[str, bytes] = {}
     client = core.open_client("reader")

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from infinistore.allocators import create_allocator
 from infinistore.core import Client, Pool, StoreCore
 from infinistore.core.arena import adopt_arena, create_arena
-from infinistore.core.hand_over import Adopted
+from infinistore.core.hand_over import Adopted, adopt, export, verify_some
 from infinistore.core.pool_state import HeldBlocks, PoolState, decode_state, encode_state
 from infinistore.errors import ConfigError, LimitExceeded, OutOfMemory
 
@@ -65,13 +65,13 @@ def read(core: StoreCore, key: str) -> bytes | None:
 
 def find(core: StoreCore, key: str) -> bytes | None:
     client = core.open_client("reader of one")
-    entry = core.singles.find(client, key)
+    entry = core.find_one(client, key)
     core.close_client(client)
     return None if entry is None else bytes(core.pool.view(entry))
 
 
 def hand_over(old: StoreCore, new: StoreCore, *groups: list[Client]) -> Adopted:
-    return new.hand_over.adopt(decode_state(b"".join(encode_state(old.hand_over.export("run", groups)))))
+    return adopt(new, decode_state(b"".join(encode_state(export(old, "run", groups)))))
 
 
 def test_blocks_and_their_order_are_kept(make_core: Callable[..., StoreCore]) -> None:
@@ -113,7 +113,7 @@ def test_a_damaged_block_is_not_served_when_asked_for_first(
     assert read(new, "bad") is None
     assert read(new, "good") == b"1" * 100
     assert new.statistics().checksum_drops == 1
-    assert not new.hand_over.verify_some(1 << 20)
+    assert not verify_some(new, 1 << 20)
 
 
 def test_blocks_are_verified_in_slices_the_warmest_first(make_core: Callable[..., StoreCore]) -> None:
@@ -126,10 +126,10 @@ def test_blocks_are_verified_in_slices_the_warmest_first(make_core: Callable[...
     new = make_core(like=old)
     hand_over(old, new)
     new.delete(["5"])
-    assert new.hand_over.verify_some(100)
+    assert verify_some(new, 100)
     assert (new.statistics().checksum_drops, new.exists(["0", "9"])) == (1, b"\0\1")
     slices = 1
-    while new.hand_over.verify_some(100):
+    while verify_some(new, 100):
         slices += 1
     assert slices >= 8
     assert new.all_keys() == [str(n) for n in range(8, 0, -1) if n != 5]
@@ -225,7 +225,7 @@ def test_a_state_that_ends_protection_where_there_is_none_is_refused(
     put(old, old.open_client("writer"), {"protected": b"p" * 64})
     put(old, old.open_client("another"), {"not protected": b"n" * 64})
     old.retention.protect(["protected"], 5.0)
-    state = attrs.evolve(old.hand_over.export("i", []), protected_ends=ends)
+    state = attrs.evolve(export(old, "i", []), protected_ends=ends)
     with pytest.raises(ValueError, match="it ends protection"):
         decode_state(b"".join(encode_state(state)))
 

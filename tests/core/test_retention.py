@@ -8,6 +8,7 @@ from collections.abc import Callable
 import pytest
 
 from infinistore.core import CoreLimits, Journal, StoreCore
+from infinistore.core.hand_over import export
 from infinistore.errors import LimitExceeded, OutOfMemory
 from tests.core.conftest import FakeClock
 from tests.core.test_journal import told
@@ -26,7 +27,7 @@ def put_for(core: StoreCore, ttl_s: float, values: dict[str, bytes]) -> None:
 LOOKS: dict[str, Callable[[StoreCore], object]] = {
     "exists": lambda core: core.exists(["k"]) == b"\0",
     "lease": lambda core: core.lease(core.open_client("reader"), ["k"]).pinned == [],
-    "find": lambda core: core.singles.find(core.open_client("reader"), "k") is None,
+    "find": lambda core: core.find_one(core.open_client("reader"), "k") is None,
     "match_prefix": lambda core: core.match_prefix(["k"]) == 0,
     "hold_prefix": lambda core: core.hold_prefix(core.open_client("reader"), ["k"], 1.0) == (0, 0),
     "keys": lambda core: core.keys() == [],
@@ -39,7 +40,7 @@ LOOKS: dict[str, Callable[[StoreCore], object]] = {
     "protect": lambda core: core.retention.protect(["k"]) == b"\0",
     "times_left": lambda core: core.retention.times_left(["k"]) == [0.0],
     "statistics": lambda core: core.statistics().keys == 0,
-    "export": lambda core: core.hand_over.export("i", []).keys == [],
+    "export": lambda core: export(core, "i", []).keys == [],
 }
 
 

@@ -14,7 +14,7 @@ from tests.core.test_store import MakeCore, blocks, get, put
 
 
 def write(core: StoreCore, client: Client, key: str, value: bytes, *, replace: bool = True) -> bool:
-    stored = core.singles.write(client, key, memoryview(value), NO_CHECKSUM, replace=replace)
+    stored = core.write_one(client, key, memoryview(value), NO_CHECKSUM, replace=replace)
     core.free_replaced()
     return stored
 
@@ -79,8 +79,8 @@ def test_the_journal_tells_of_a_write_and_of_no_other_end(make_core: MakeCore) -
     journal.take()
     write(core, client, "k", b"new")
     write(core, client, "k", b"newer", replace=False)
-    core.singles.use(client, "k", core.singles.find(client, "k"))
-    core.singles.use(client, "missing", core.singles.find(client, "missing"))
+    core.use_one(client, "k", core.find_one(client, "k"))
+    core.use_one(client, "missing", core.find_one(client, "missing"))
     assert [(change, list(keys)) for change, keys in told(journal)] == [("put", ["k"]), ("read", ["k"])]
 
 
@@ -110,7 +110,7 @@ def test_a_reader_that_was_leased_the_older_block_keeps_it(make_core: MakeCore) 
     lease = core.lease(client, ["k"])
     assert write(core, client, "k", b"new")
     assert [bytes(view) for view in lease.views if view is not None] == [b"old"]
-    entry = core.singles.find(client, "k")
+    entry = core.find_one(client, "k")
     assert entry is not None
     assert bytes(core.pool.view(entry)) == b"new"
     core.release(lease)

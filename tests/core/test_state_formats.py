@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 
 from infinistore.allocators import create_allocator
 from infinistore.core import Pool, StoreCore, create_arena
+from infinistore.core.hand_over import adopt
 from infinistore.core.pool_state import (
     FORMAT,
     READERS,
@@ -67,7 +68,7 @@ def test_there_is_a_golden_state_of_each_format() -> None:
 
 @pytest.mark.parametrize("number", FORMATS)
 def test_a_state_of_each_format_is_adopted_with_all_its_blocks(number: int, core: StoreCore) -> None:
-    adopted = core.hand_over.adopt(decode_state(golden(number)))
+    adopted = adopt(core, decode_state(golden(number)))
     assert (adopted.kept, adopted.dropped, len(adopted.stand_ins)) == (len(VALUES), 0, len(POOL.pins))
     lease = core.lease(core.open_client("reader"), list(VALUES))
     assert [bytes(view or b"") for view in lease.views] == list(VALUES.values())

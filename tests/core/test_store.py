@@ -570,7 +570,7 @@ def test_released_holds_do_not_pile_up(make_core: MakeCore) -> None:
     put(core, client, blocks("a"))
     for _ in range(1000):
         core.release_hold(core.hold_prefix(client, ["a"], 60.0)[1])
-    assert len(core._holds._ends) < 100
+    assert len(core.holds._ends) < 100
 
 
 def test_a_client_that_ends_gives_its_space_back_in_the_order_in_which_it_took_it(make_core: MakeCore) -> None:

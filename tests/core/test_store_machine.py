@@ -414,7 +414,7 @@ class StoreMachine(RuleBasedStateMachine):
         """What has come whole is written in one step."""
         client, content = self.clients[slot], self.unique_bytes(size)
         checksum = xxhash.xxh3_64_intdigest(content) if hashed else NO_CHECKSUM
-        write = partial(self.core.singles.write, client.real, key, memoryview(content), checksum, replace=replace)
+        write = partial(self.core.write_one, client.real, key, memoryview(content), checksum, replace=replace)
         if client.state == "open":
             self.model_expire()
         error = self.reserve_error(client, [size])
@@ -514,14 +514,14 @@ class StoreMachine(RuleBasedStateMachine):
     @rule(slot=slots, key=st.sampled_from(KEYS), used=st.booleans())
     def get_single(self, slot: int, key: str, used: bool) -> None:
         """What is copied at once is not pinned, and does not count against a share."""
-        client, singles = self.clients[slot], self.core.singles
+        client, core = self.clients[slot], self.core
         if client.state != "open":
-            self.expect(ValueError, singles.find, client.real, key)
+            self.expect(ValueError, core.find_one, client.real, key)
             return
-        entry, block = singles.find(client.real, key), self.model.blocks.get(key)
+        entry, block = core.find_one(client.real, key), self.model.blocks.get(key)
         assert (None if entry is None else bytes(self.pool.view(entry))) == (None if block is None else block.data)
         if used:
-            singles.use(client.real, key, entry)
+            core.use_one(client.real, key, entry)
             self.model.find([key])
             self.counts["hits"] += block is not None
             self.counts["hit_bytes"] += 0 if block is None else len(block.data)
@@ -801,7 +801,7 @@ class StoreMachine(RuleBasedStateMachine):
         return fits and reservation.client.state == "open" and reservation.names is None
 
     def fragmented(self) -> int:
-        return self.core._space.evicted["fragmentation"]
+        return self.core.space.evicted["fragmentation"]
 
     def model_commit(self, reservation: ReservationState, keys: list[str], *, replace: bool, ttl_s: float = 0) -> None:
         items = list(zip(keys, reservation.contents, strict=True))
@@ -845,7 +845,7 @@ class StoreMachine(RuleBasedStateMachine):
         """Let the model evict what the allocator's geometry cost: only the real one can
         know how much that is.
         """
-        self.model.evict_blocks(self.core._space.evicted["fragmentation"] - before)
+        self.model.evict_blocks(self.core.space.evicted["fragmentation"] - before)
 
     def model_abort(self, reservation: ReservationState) -> None:
         if reservation.state == "open":

@@ -4,6 +4,7 @@ import random
 import tracemalloc
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
+from functools import partial
 from typing import Any
 
 import pytest
@@ -15,7 +16,7 @@ from infinistore.core.tenants import Tenants, TenantStore
 from infinistore.errors import ConfigError, LimitExceeded, OutOfMemory
 from infinistore.tenant_limits import TenantLimits
 from tests.core.conftest import UNIT_BYTES, FakeClock, make_allocator
-from tests.simulation.buggify import Buggify, Point, core_parts
+from tests.simulation.buggify import BuggifiedTenantStore, Buggify, Point
 
 UNITS = 64
 ARENA_BYTES = UNITS * UNIT_BYTES
@@ -301,7 +302,7 @@ def test_what_is_reserved_is_there_whatever_others_read_in_place(
         if how == "put":
             put(a, f"k{number}")
         elif how == "single":
-            a.singles.write(reader.client, f"k{number}", memoryview(bytes(UNIT_BYTES)), 0)
+            a.write_one(reader.client, f"k{number}", memoryview(bytes(UNIT_BYTES)), 0)
         elif (spare := a.reserve_spare(reader.client, [UNIT_BYTES])) is not None:
             a.commit(spare, [f"k{number}"], None)
     assert len(a) + len(d) == 24  # what is its own, and what nobody reserved
@@ -543,7 +544,8 @@ def test_parts_that_misbehave_within_their_bounds_take_nothing_that_is_reserved(
     points = [Point.ALLOCATION_REFUSED, Point.SCATTERED_BATCH, Point.EARLY_EVICTION, Point.EARLY_RECLAIM]
     buggify = Buggify(random.Random(3), dict.fromkeys(points, 0.3))
     tenants = make_tenants(limits("a", reserved=20), limits("b"))
-    misbehaving = make_tenants(limits("a", reserved=20), limits("b"), parts=core_parts(buggify))
+    make_store = partial(BuggifiedTenantStore, buggify)
+    misbehaving = make_tenants(limits("a", reserved=20), limits("b"), make_store=make_store)
     for made in (tenants, misbehaving):
         put(made.store("a"), "a")
         for number in range(100):

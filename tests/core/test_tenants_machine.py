@@ -26,6 +26,7 @@ from hypothesis.stateful import (
 from infinistore.core import Client, CoreLimits, Lease, Pool, Reservation, Watermarks, create_arena
 from infinistore.core.arena import adopt_arena
 from infinistore.core.clients import Hazard
+from infinistore.core.hand_over import export, verify_some
 from infinistore.core.pool_state import decode_state, encode_state
 from infinistore.core.tenants import Tenants, TenantStore
 from infinistore.errors import ConfigError, LimitExceeded, OutOfMemory
@@ -180,7 +181,7 @@ class TenantsMachine(RuleBasedStateMachine):
             else self.pinned_above() <= self.pool.capacity_bytes - self.tenants.sharing.reserved_bytes
         )
         try:
-            stored = store.singles.write(
+            stored = store.write_one(
                 model.client, key, memoryview(value), xxhash.xxh3_64_intdigest(value), replace=replace
             )
         except (LimitExceeded, OutOfMemory):
@@ -248,11 +249,11 @@ class TenantsMachine(RuleBasedStateMachine):
     @rule(name=some_names, key=st.sampled_from(KEYS))
     def find_single(self, name: str, key: str) -> None:
         store, model = self.store(name), self.models[name]
-        entry = store.singles.find(model.client, key)
+        entry = store.find_one(model.client, key)
         assert (entry is not None) == (key in store.all_keys())
         if entry is not None:
             assert bytes(self.pool.view(entry)) == model.contents[key]
-        store.singles.use(model.client, key, entry)
+        store.use_one(model.client, key, entry)
 
     @rule(name=some_names, keys=st.lists(st.sampled_from(KEYS), max_size=30), scanned=st.booleans())
     def read_in_place(self, name: str, keys: list[str], scanned: bool) -> None:
@@ -334,7 +335,7 @@ class TenantsMachine(RuleBasedStateMachine):
         states = {}
         for name, store in stores.items():
             pins = [[client] for client in store.clients]
-            states[name] = decode_state(b"".join(encode_state(store.hand_over.export("run", [*pins, []]))))
+            states[name] = decode_state(b"".join(encode_state(export(store, "run", [*pins, []]))))
         old, self.pool = self.pool, Pool(make_allocator("bitmap"))
         for arena in old.arenas:
             self.pool.add_arena(adopt_arena(arena.index, os.dup(arena.fd), arena.length))
@@ -345,7 +346,7 @@ class TenantsMachine(RuleBasedStateMachine):
             store, model = self.store(name), self.models[name]
             assert (store.all_keys(), store.pool.used_bytes) == before[name]
             assert adopted[name].dropped == 0
-            while store.hand_over.verify_some(4 * UNIT_BYTES):
+            while verify_some(store, 4 * UNIT_BYTES):
                 pass
             assert store.all_keys() == before[name][0]
             self.stand_ins += [(store, client) for client in adopted[name].stand_ins]

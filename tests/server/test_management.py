@@ -254,14 +254,14 @@ async def test_the_self_test_of_a_server_with_a_token_shows_it(token_file: Path)
 
 async def test_the_self_test_finds_bytes_that_are_not_what_was_written() -> None:
     async with running_server() as server:
-        real_write = server.core.singles.write
+        real_write = server.core.write_one
 
         def damaging(client: Any, key: str, value: memoryview, *arguments: Any, **more: Any) -> bool:
             damaged = bytearray(value)
             damaged[7] ^= 1
             return real_write(client, key, memoryview(damaged), *arguments, **more)
 
-        with mock.patch.object(server.core.singles, "write", damaging):
+        with mock.patch.object(server.core, "write_one", damaging):
             (check,) = (await post(server, "/selftest")).json["transports"]
         assert check["error"] == "ChecksumMismatch: wrote 4096 bytes, and read other bytes"
         assert server.core.keys(prefix=SELFTEST_PREFIX) == []

@@ -4,7 +4,7 @@ it may do, and seldom does.
 An allocator may refuse a batch, a connection may take one byte at a time, the pool may
 not grow. Programs that use the store have to cope, and so has the rest of the store,
 but tests hardly ever get there. A `Buggify` decides at each point. The parts of the
-product that ask it are the subclasses here. `core_parts`, `buggified` and
+product that ask it are the subclasses here. `BuggifiedStore`, `buggified` and
 `buggified_machine` pass them to a store, a server and a client in the place of the
 usual ones; the product knows nothing of it.
 """
@@ -27,22 +27,28 @@ from infinistore.client.movers.shm.known_blocks import KnownBlocks, KnownReads, 
 from infinistore.client.movers.shm.mapped_pool import Machine
 from infinistore.core.arena import Arena
 from infinistore.core.clients import Client, Lease, Reservation
-from infinistore.core.committed import Written
 from infinistore.core.index import Entry, Index
 from infinistore.core.pins import MOST_WAITING_RATIO, Retired
-from infinistore.core.reads import Reads
 from infinistore.core.removals import Removals
 from infinistore.core.sharing import TenantSpace
 from infinistore.core.space import EvictionCause, Space
-from infinistore.core.store import CoreParts
-from infinistore.core.writes import Writes
+from infinistore.core.store import StoreCore, Written
+from infinistore.core.tenants import TenantStore
 from infinistore.errors import OutOfMemory
 from infinistore.protocol.effects import LongBody, Span
 from infinistore.server.budgets import BodyBudget, BodyGrant
 from infinistore.server.environment import Environment
 from infinistore.transports.base import React, Stream, can_react
 
-__all__ = ["BuggifiedStream", "Buggify", "Point", "buggified", "buggified_machine", "core_parts"]
+__all__ = [
+    "BuggifiedStore",
+    "BuggifiedStream",
+    "BuggifiedTenantStore",
+    "Buggify",
+    "Point",
+    "buggified",
+    "buggified_machine",
+]
 
 _FEW = 3
 _FEW_BYTES = 100
@@ -97,18 +103,6 @@ class Buggify:
         if happens:
             self.fired[point] += 1
         return happens
-
-
-def core_parts(buggify: Buggify) -> CoreParts:
-    """Return the parts of a store that does what stores seldom do."""
-    return CoreParts(
-        retired=partial(_Retired, buggify),
-        removals=partial(_Removals, buggify),
-        space=partial(_Space, buggify),
-        tenant_space=partial(_TenantSpace, buggify),
-        writes=partial(_Writes, buggify),
-        reads=partial(_Reads, buggify),
-    )
 
 
 class _Retired(Retired):
@@ -197,26 +191,51 @@ class _TenantSpace(_Space, TenantSpace):
     pass
 
 
-class _Writes(Writes):
-    def __init__(self, buggify: Buggify, *arguments: Any, **options: Any) -> None:
-        super().__init__(*arguments, **options)
-        self._buggify = buggify
+class _BuggifiedStore(StoreCore):
+    buggify: Buggify
+
+    def make_retired(self) -> Retired:
+        return _Retired(self.buggify, self.pool, self.pins)
+
+    def make_removals(self) -> Removals:
+        return _Removals(self.buggify, self.pool, self.retired, self.retention, self.journal)
 
     def prepare(self, reservation: Reservation, keys: Sequence[str], written: Written) -> bool:
-        if self._buggify(Point.PREPARE_REFUSED):
+        if self.buggify(Point.PREPARE_REFUSED):
             return False
         return super().prepare(reservation, keys, written)
 
-
-class _Reads(Reads):
-    def __init__(self, buggify: Buggify, *arguments: Any, **options: Any) -> None:
-        super().__init__(*arguments, **options)
-        self._buggify = buggify
-
-    def lease(self, client: Client, keys: Sequence[str], max_bytes: int | None, *, touch: bool) -> Lease:
-        if max_bytes is not None and len(keys) > 1 and self._buggify(Point.SHORT_ANSWER):
+    def lease(self, client: Client, keys: Sequence[str], *, max_bytes: int | None = None, touch: bool = True) -> Lease:
+        if max_bytes is not None and len(keys) > 1 and self.buggify(Point.SHORT_ANSWER):
             max_bytes = 1
-        return super().lease(client, keys, max_bytes, touch=touch)
+        return super().lease(client, keys, max_bytes=max_bytes, touch=touch)
+
+
+class BuggifiedStore(_BuggifiedStore):
+    """A store that does what stores seldom do."""
+
+    def __init__(self, buggify: Buggify, *arguments: Any, **options: Any) -> None:
+        self.buggify = buggify
+        super().__init__(*arguments, **options)
+
+    def make_space(self) -> Space:
+        """Make a part."""
+        parts = self.pool, self.pins, self.retired, self.removals, self.retention
+        return _Space(self.buggify, *parts, watermarks=self.watermarks, growth=self.growth)
+
+
+class BuggifiedTenantStore(_BuggifiedStore, TenantStore):
+    """The same of a tenant."""
+
+    def __init__(self, buggify: Buggify, *arguments: Any, **options: Any) -> None:
+        self.buggify = buggify
+        super().__init__(*arguments, **options)
+
+    def make_space(self) -> TenantSpace:
+        """Make a part."""
+        parts = self.pool, self.pins, self.retired, self.removals, self.retention
+        options = {"watermarks": self.watermarks, "growth": self.growth}
+        return _TenantSpace(self.buggify, self.sharing, self.tenant_limits, *parts, **options)
 
 
 class BuggifiedStream:
@@ -299,7 +318,8 @@ def buggified(environment: Environment, buggify: Buggify) -> Environment:
         run_in_thread=_run_in_thread(environment, buggify),
         read_ahead_bytes=ahead,
         make_body_budget=partial(_BodyBudget, buggify),
-        core_parts=core_parts(buggify),
+        make_store=partial(BuggifiedStore, buggify),
+        make_tenant_store=partial(BuggifiedTenantStore, buggify),
     )
 
 

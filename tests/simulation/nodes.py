@@ -304,14 +304,13 @@ class ServerNode:
         )
 
     def _make_core(self, config: ServerConfig, pool: Pool, environment: Environment) -> StoreCore:
-        return StoreCore(
+        return environment.make_store(
             pool,
             clock=environment.clock,
             limits=self._limits(config),
             journal=Journal(reads=config.disk_admission == "second-use") if config.disks else None,
             watermarks=Watermarks(self.settings.low, self.settings.high),
             random=environment.random,
-            parts=environment.core_parts,
         )
 
     async def run_in_thread(self, work: Callable[..., Any], *args: Any) -> Any:

@@ -95,7 +95,7 @@ PLANTED = [
     ),
     Planted(
         "a stale view served",
-        "infinistore.core.reads",
+        "infinistore.core.store",
         "        entries = index.get_many(keys)\n        found, pinned = _present(keys, entries)\n",
         "        seen = self.__dict__.setdefault('seen', {})\n"
         "        entries = index.get_many(keys)\n"
@@ -120,9 +120,9 @@ PLANTED = [
     ),
     Planted(
         "an abort that leaks",
-        "infinistore.core.writes",
-        '            self._close(reservation, "aborted")\n            self._pool.free(reservation.extents)\n',
-        '            self._close(reservation, "aborted")\n            self._pool.free(reservation.extents[:1])\n',
+        "infinistore.core.store",
+        '            self._close(reservation, "aborted")\n            self.pool.free(reservation.extents)\n',
+        '            self._close(reservation, "aborted")\n            self.pool.free(reservation.extents[:1])\n',
     ),
     Planted(
         "a prefix match that counts past a gap",
@@ -303,7 +303,7 @@ PLANTED = [
     ),
     Planted(
         "a key that is found after its time, until the next put by shared memory",
-        "infinistore.core.committed",
+        "infinistore.core.store",
         "        if self._ends:\n            self._expire(self.__index)\n",
         "        if self._ends and self._prepared:\n            self._expire(self.__index)\n",
     ),

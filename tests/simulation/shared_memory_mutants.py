@@ -16,12 +16,10 @@ from xxhash import xxh3_64_intdigest
 
 from infinistore.client.movers.shm.known_blocks import KnownBlocks, KnownReads, PinnedBlocks, Places
 from infinistore.client.movers.shm.mover import ShmMover
-from infinistore.core.committed import CommittedIndex
 from infinistore.core.index import Index
 from infinistore.core.pins import HazardPins, Retired
 from infinistore.core.removals import Removals
-from infinistore.core.store import StoreCore
-from infinistore.core.writes import Writes
+from infinistore.core.store import CommittedIndex, StoreCore
 from infinistore.protocol import shared_tables
 from infinistore.protocol.shared_tables import CommitWord, Hazards, HazardTable, RemovalTable
 from tests.server.test_store_buffers import epoch_behind_the_fence, epoch_first, no_epoch, no_fence, reordered
@@ -157,7 +155,7 @@ MUTANTS: dict[str, Callable[[], AbstractContextManager[object]]] = {
     "space reused without a scan": _replaced((Retired, "scan_for", _scan_nothing)),
     "hazards scanned before the removal": _replaced((Removals, "remove", _scan_before_announcing)),
     "removal announced after reuse": _replaced((Removals, "remove", _announce_after_freeing)),
-    "replacement not announced": _replaced((Writes, "prepare", _prepare_silently)),
+    "replacement not announced": _replaced((StoreCore, "prepare", _prepare_silently)),
     "epoch read after the hazards": _replaced((Hazards, "look", _epoch_after_hazards)),
     "hazards scanned once": _replaced((HazardPins, "scan_client", _scan_once)),
     "commit words not looked at": _replaced((CommittedIndex, "up_to_date", _never_up_to_date)),

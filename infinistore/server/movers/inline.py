@@ -99,7 +99,7 @@ class _InlineConnection(ConnectionMover):
         length = put.sizes[0]
         checksum = int.from_bytes(payload[length:], sys.byteorder) if put.checksums else NO_CHECKSUM
         try:
-            stored = self._core.singles.write(
+            stored = self._core.write_one(
                 conversation.client, put.keys[0], payload[:length], checksum, replace=put.replace
             )
         except OutOfMemory:
@@ -115,14 +115,14 @@ class _InlineConnection(ConnectionMover):
         conversation = self._conversation
         if len(get.keys) != 1 or len(get.capacities) > 1:
             return None
-        singles, key = self._core.singles, get.keys[0]
-        entry = singles.find(conversation.client, key)
+        core, key = self._core, get.keys[0]
+        entry = core.find_one(conversation.client, key)
         if entry is None and conversation.tiers.exists(get.keys) == b"\2":
             return None
         length = 0 if entry is None else length_of(entry)
         if length > (READ_AHEAD_BYTES if at_once else JOINED_BYTES):
             return None
-        singles.use(conversation.client, key, entry)
+        core.use_one(conversation.client, key, entry)
         if get.capacities and length > get.capacities[0]:
             raise too_small(get, [length])
         checksum = NO_CHECKSUM if entry is None else checksum_of(entry)

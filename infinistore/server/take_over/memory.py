@@ -22,6 +22,7 @@ import trio
 
 from infinistore.allocators import Allocator, allocator_class
 from infinistore.config import ServerConfig
+from infinistore.core import hand_over
 from infinistore.core.arena import Arena, adopt_arena
 from infinistore.core.clients import Client
 from infinistore.core.hand_over import Adopted
@@ -139,16 +140,16 @@ class OneStore:
         """See `Whole`: in `PoolState.pins`, there is one group for each connection, and
         at last that of this process."""
         watched, pins = _watched_of(self._core, ended)
-        return watched, encode_state(self._core.hand_over.export(instance, pins))
+        return watched, encode_state(hand_over.export(self._core, instance, pins))
 
     def adopt(self, state: PoolState) -> Taken:
         """See `Whole`."""
-        adopted = self._core.hand_over.adopt(state)
+        adopted = hand_over.adopt(self._core, state)
         return Taken(adopted.kept, adopted.dropped, [[StandIn(one, self._core)] for one in adopted.stand_ins])
 
     def verify_some(self, most_bytes: int) -> bool:
         """See `Whole`."""
-        return self._core.hand_over.verify_some(most_bytes)
+        return hand_over.verify_some(self._core, most_bytes)
 
     @property
     def checksum_drops(self) -> int:
@@ -507,7 +508,7 @@ class HandedGroups:
                 mine = [left.pop(client) for client in list(left) if client in store.clients]
                 of_tenant, pins = _watched_of(store, mine)
                 watched += of_tenant
-                tenants.append(TenantState(name, tenant, store.hand_over.export(instance, pins)))
+                tenants.append(TenantState(name, tenant, hand_over.export(store, instance, pins)))
         quiet = [one for one in ended if one.client is None or one.client in left]
         states = GroupStates(self._layouts(), tenants, len(quiet))
         return [*watched, *quiet], encode_groups(states)
@@ -538,7 +539,7 @@ class HandedGroups:
     def verify_some(self, most_bytes: int) -> bool:
         """See `Whole`."""
         while self._to_verify:
-            if self._to_verify[-1].hand_over.verify_some(most_bytes):
+            if hand_over.verify_some(self._to_verify[-1], most_bytes):
                 return True
             self._to_verify.pop()
         return False
