@@ -150,15 +150,14 @@ class ServerDisks:
     that may have blocks on disk. `whole` is the store of the server, which has the
     stores of all tenants."""
 
-    on_end: Callable[[], object] = _nothing
-    """Called when nothing uses the store of a tenant any more that has gone."""
-
     def __init__(self, whole: Tiers) -> None:
         self.closed = False
         """Whether there were disks, and they are closed: the server cannot go on, which
         would forget what they have."""
         self.whole = whole
         """The store of the server."""
+        self.on_end: Callable[[], object] = _nothing
+        """Called when nothing uses the store of a tenant any more that has gone."""
         self._services: dict[str, DiskService] = {}
         self._tasks: list[Callable[[], Awaitable[None]]] = []
         self._changed = trio.Event()
