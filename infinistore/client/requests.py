@@ -28,7 +28,7 @@ from infinistore.protocol.messages import (
 )
 
 
-def closed(why: str) -> StoreUnavailable:
+def store_closed_error(why: str) -> StoreUnavailable:
     """Return the error for a store that was closed, or opened before a fork."""
     error = StoreUnavailable(why)
     error.store_is_closed = True

@@ -273,8 +273,8 @@ async def send_fatal_error(connection: ServerConnection, stream: Stream, error: 
         await linger(stream)
 
 
-async def part(stream: Stream, sock: socket.socket | None, *, read_ahead: bool) -> None:
-    """Linger if closing at once would drop answers: those that the client has not
+async def linger_if_unread(stream: Stream, sock: socket.socket | None, *, read_ahead: bool) -> None:
+    """Linger if closing now would drop answers: those that the client has not
     received, where it has sent more that was not read. `read_ahead`: some was.
     """
     descriptor = -1 if sock is None else sock.fileno()

@@ -16,7 +16,7 @@ from collections.abc import Callable, Sequence
 from typing import Any, Final, Generic, Protocol, TypeVar
 
 from infinistore.client.options import StoreUrl, parse_url
-from infinistore.client.requests import closed
+from infinistore.client.requests import store_closed_error
 from infinistore.cluster.membership import Membership, Node, NodeState, View
 from infinistore.cluster.placement import Placement
 from infinistore.errors import ConfigError
@@ -184,7 +184,7 @@ class Nodes(Generic[_Store]):
     def check_open(self) -> None:
         """Raise `StoreUnavailable` if the store was closed, or opened before a fork."""
         if self.closed:
-            raise closed(self.closed)
+            raise store_closed_error(self.closed)
 
     def mapped_arenas(self) -> list[tuple[memoryview, memoryview | None]]:
         """Return the pools of all nodes, as far as they are mapped into this process;

@@ -29,7 +29,7 @@ from infinistore.client.movers.channel import Channel, expect
 from infinistore.client.movers.inline import InlineMover
 from infinistore.client.operations.remote import RemoteOperations
 from infinistore.client.options import Options
-from infinistore.client.requests import closed
+from infinistore.client.requests import store_closed_error
 from infinistore.errors import ProtocolError
 from infinistore.host import FORKED
 from infinistore.protocol.client_connection import ClientConnection
@@ -239,7 +239,7 @@ class ConnectionPool(Generic[_Stream]):
     def check_open(self) -> None:
         """Raise `StoreUnavailable` if the store was closed, or opened before a fork."""
         if self.closed:
-            raise closed(self.closed)
+            raise store_closed_error(self.closed)
 
     def add(self, connection: Connection[_Stream]) -> None:
         """Take note of a connection that was made."""

@@ -34,8 +34,8 @@ from infinistore.client.requests import (
     Followed,
     FollowRemovals,
     check_all_there,
-    closed,
     followed,
+    store_closed_error,
 )
 from infinistore.core.arena import create_arena
 from infinistore.core.clients import Client, Lease, Reservation
@@ -293,7 +293,7 @@ class EmbeddedStore:
     def check_usable(self) -> None:
         """Raise `StoreUnavailable` if the store was closed, or opened before a fork."""
         if self._closed:
-            raise closed(self._closed)
+            raise store_closed_error(self._closed)
 
 
 class EmbeddedOperations:

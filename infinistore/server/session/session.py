@@ -64,7 +64,7 @@ from infinistore.server.connection import (
     Holdings,
     SessionLimits,
     Traffic,
-    part,
+    linger_if_unread,
     send_fatal_error,
 )
 from infinistore.server.disk import ServerDisks, settle, time_for_disks_s
@@ -337,7 +337,7 @@ class Session:
             ended = self._receiving.ended
             self._receiving.free()
             if self._finishing and not self._replaced:
-                await part(self._stream, self.socket, read_ahead=self._connection.room is None)
+                await linger_if_unread(self._stream, self.socket, read_ahead=self._connection.room is None)
             if self._revoked:
                 raise AuthenticationFailed(_REVOKED)
             if ended:
