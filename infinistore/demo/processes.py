@@ -17,13 +17,14 @@ import subprocess
 import sys
 import tempfile
 from collections import deque
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import asynccontextmanager, suppress
 from functools import partial
 from pathlib import Path
 from typing import Self
 
 import trio
+from attrs import define
 
 from infinistore.demo.prompts import DemoError
 from infinistore.demo.workers import Event, Failed, Finished, Job, LineReader, Ready, Setup, decode, encode
@@ -157,21 +158,13 @@ class Worker(Process):
         await self.wait()
 
 
+@define
 class OwnServer:
-    """A server that runs, and the disk that it has, if any. Make one with
-    `own_server`.
-    """
+    """A server that runs, and the disk that it has, if any."""
 
-    def __init__(self, nursery: trio.Nursery, pool_bytes: int, disk: DiskPlace | None) -> None:
-        self.disk = disk
-        self.process: Process
-        # However slow the disk is, what it has is to be found.
-        more = [] if disk is None else ["--disk", str(disk), "--disk-wait", f"{_START_TIMEOUT_S:.0f}"]
-        self._start = partial(start_server, nursery, pool_bytes, more=more)
-
-    async def start(self) -> None:
-        """Start it; raises `DemoError` if it does not start."""
-        self.process = await self._start()
+    process: Process
+    disk: DiskPlace | None
+    _start: Callable[..., Awaitable[Process]]
 
     async def restart(self) -> None:
         """Stop it in an orderly way, and start another one at the same address."""
@@ -186,9 +179,11 @@ async def own_server(pool_bytes: int, *, disk: bool) -> AsyncIterator[OwnServer]
     """
     with tempfile.TemporaryDirectory(prefix="infinistore-demo-") as folder:
         place = DiskPlace(Path(folder, "disk"), max(_DISK_RATIO * pool_bytes, _SMALLEST_DISK_BYTES)) if disk else None
+        # However slow the disk is, what it has is to be found.
+        more = [] if place is None else ["--disk", str(place), "--disk-wait", f"{_START_TIMEOUT_S:.0f}"]
         async with trio.open_nursery() as nursery:
-            server = OwnServer(nursery, pool_bytes, place)
-            await server.start()
+            start = partial(start_server, nursery, pool_bytes, more=more)
+            server = OwnServer(await start(), place, start)
             try:
                 yield server
             except* (DemoError, InfiniStoreException):

@@ -14,12 +14,11 @@ one layer of one chunk; its key is the chunk's name followed by the layer. In a 
 a few chunks in a row are a group that one node owns: the name of its first chunk is the
 hash tag of all its keys.
 
-No model runs. Prefill and decode share only the store, and must agree on every byte and
-notice a block that is damaged, misplaced or swapped. So the content of a block is a
-function of the chunk's name and the layer: each of its rows, one per token for K and
-one for V, is a slice of a tape of 4 MiB, at an offset that SHAKE-128 (FIPS 202) derives
-from the name and the layer. Slicing only copies memory, so that the figures of the
-demonstration are those of the store. It needs neither numpy nor torch.
+No model runs. Prefill and decode must agree on every byte, and notice a block that is
+damaged, misplaced or swapped. So each row of a block, one per token for K and one for
+V, is a slice of a tape of 4 MiB, at an offset that SHAKE-128 (FIPS 202) derives from
+the chunk's name and the layer. Slicing only copies memory, so that the figures of the
+demonstration are those of the store.
 
 Imports little: the help of the command line needs it.
 """

@@ -9,16 +9,11 @@ kind of work, and `Finished`; `Failed` at any time, as the last one. It ends wit
 input, or with exit status 1 after `Failed`. It ignores Ctrl-C, which a terminal sends
 to all its processes: the demonstration ends its workers in an orderly way.
 
-Both load the stored prefix, layer by layer, and check every byte. Decode needs all of
-it; prefill needs it because the computed tokens attend to the found ones.
-
-Two tasks share prefill's work. The first creates the bytes of a layer in a thread, and
-waits until the simulated model would have finished it; the second writes it to the
-store. At most one layer waits between them, so a slow store delays the model, and
-prefill never has more than three layers in memory.
-
-An engine with its own threads would use `infinistore.blocking.open_store` instead of
-Trio; see `examples/blocking_client.py`.
+Both load the stored prefix, layer by layer, and check every byte: decode needs all of
+it, and prefill because the computed tokens attend to the found ones. Two tasks share
+prefill's work. The first creates the bytes of a layer in a thread, and waits until the
+simulated model would have finished it; the second writes it to the store. At most one
+layer waits between them, so a slow store delays the model.
 """
 
 import os
