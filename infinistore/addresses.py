@@ -48,6 +48,16 @@ def with_port(host: str, port: int) -> str:
     return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
 
 
+def own_address(host: str) -> str:
+    """Return the address at which this machine reaches its own server on `host`, an
+    address: loopback for one that listens everywhere.
+    """
+    address = ipaddress.ip_address(host)
+    if not address.is_unspecified:
+        return host
+    return "127.0.0.1" if address.version == 4 else "::1"
+
+
 def default_socket_path(service_port: int) -> Path:
     """Where the Unix socket of this user's server on `service_port` is, unless it was
     put elsewhere.

@@ -8,7 +8,6 @@ interpreter with the caller. For speed, run a separate process: `infinistore`, o
 
 import asyncio
 import atexit
-import ipaddress
 import logging
 import os
 import threading
@@ -21,6 +20,7 @@ from urllib.parse import quote
 import attrs
 import trio
 
+from infinistore.addresses import own_address, with_port
 from infinistore.blocking import BlockingStore, open_store
 from infinistore.config import ServerConfig
 from infinistore.errors import InvalidRequest, StoreUnavailable
@@ -176,6 +176,4 @@ class RegisteredServer:
         if self.addresses.unix_socket is not None:
             return f"unix://{quote(str(self.addresses.unix_socket))}"
         host, port = self.addresses.tcp[0]
-        if ipaddress.ip_address(host).is_unspecified:
-            host = "::1" if ":" in host else "127.0.0.1"
-        return f"tcp://[{host}]:{port}" if ":" in host else f"tcp://{host}:{port}"
+        return f"tcp://{with_port(own_address(host), port)}"

@@ -5,7 +5,6 @@ It connects to the server's own sockets like a client, so it finds what a client
 find: no connection left, a wrong token, a full pool, corrupted bytes.
 """
 
-import ipaddress
 import secrets
 from collections.abc import Awaitable, Callable, Sequence
 from functools import partial
@@ -15,6 +14,7 @@ import attrs
 import trio
 import xxhash
 
+from infinistore.addresses import own_address
 from infinistore.errors import (
     ChecksumMismatch,
     DeadlineExceeded,
@@ -104,12 +104,8 @@ async def check_disks(
 
 
 def _tcp(host: str, port: int, tls: "Certificates | None") -> Callable[[], Awaitable[Stream]]:
-    address = ipaddress.ip_address(host.partition("%")[0])
-    if address.is_unspecified:  # a server that listens everywhere is found at home
-        host = "127.0.0.1" if address.version == 4 else "::1"
-
     async def connect() -> Stream:
-        stream: Stream = await connect_tcp(host, port)
+        stream: Stream = await connect_tcp(own_address(host), port)
         return stream if tls is None else tls.connect_to_self(stream)
 
     return connect
