@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 import attrs
 import outcome
 import trio
-import trio.testing
+from trio.testing import MockClock
 
 from infinistore.allocators import create_allocator
 from infinistore.client.api.store import AsyncStore
@@ -122,7 +122,9 @@ class RunningServer:
     listener: MemoryListener | None = None
     finished: trio.Event = attrs.field(factory=trio.Event)
     peers: list["Peer"] = attrs.field(factory=list)
-    """Those that it has connected."""
+    """Those that it has connected, which are closed with it."""
+    loses_clients: bool = False
+    """Whether something may be left of a client that is gone."""
 
     @property
     def core(self) -> StoreCore:
@@ -149,6 +151,11 @@ class RunningServer:
             return self.listener.connect_stream()
         return await connect_tcp("127.0.0.1", self.server.addresses.port)
 
+    async def stranger(self) -> "Peer":
+        """A connection that has not said hello."""
+        self.peers.append(peer := Peer(await self.connect()))
+        return peer
+
     async def peer(self) -> "Peer":
         """A connection that has said hello."""
         return await self.greet(await self.connect())
@@ -163,11 +170,21 @@ class RunningServer:
         await peer.hello()
         return peer
 
+    @asynccontextmanager
+    async def until_left(self) -> AsyncGenerator["RunningServer", None]:
+        """Close its peers with the block; nothing may be left of them then."""
+        try:
+            yield self
+        finally:
+            for peer in self.peers:
+                peer.close()
+        if self.peers and not self.ended and not self.loses_clients:
+            await self.quiet()
+
     async def left_by_all(self) -> None:
         """Close its peers, and wait until nothing is left of them."""
-        for peer in self.peers:
-            peer.close()
-        await self.quiet()
+        async with self.until_left():
+            pass
 
     async def until(self, **figures: int) -> StoreStatistics:
         """Wait until the statistics of its store say so."""
@@ -247,7 +264,8 @@ async def running_server(
 
     async with trio.open_nursery() as nursery:
         server: Server = await nursery.start(run)
-        yield RunningServer(server, nursery.cancel_scope, finished=finished)
+        async with RunningServer(server, nursery.cancel_scope, finished=finished).until_left() as running:
+            yield running
         nursery.cancel_scope.cancel()
 
 
@@ -293,7 +311,8 @@ async def simulated_server(
                 running.finished.set()
 
             await nursery.start(run)
-            yield running
+            async with running.until_left():
+                yield running
             nursery.cancel_scope.cancel()
     finally:
         resources.close()
@@ -302,7 +321,7 @@ async def simulated_server(
         pool.close()
 
 
-async def let_linger(peer: Peer, clock: trio.testing.MockClock) -> None:
+async def let_linger(peer: Peer, clock: MockClock) -> None:
     """Read all that the server has to say to a client, and let the time go by that it
     gives such a client to leave.
     """

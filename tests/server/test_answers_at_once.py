@@ -9,6 +9,7 @@ from random import Random
 import pytest
 import trio
 import trio.testing
+from trio.testing import MockClock
 
 from infinistore.errors import BufferTooSmall, InfiniStoreException, OutOfMemory, ValueTooLarge
 from infinistore.protocol.codec import encode_head, pack_u64
@@ -57,9 +58,7 @@ async def answer_to(peer: Peer, number: int, request: Request) -> object:
 
 
 @pytest.mark.parametrize("seed", range(12))
-async def test_any_short_requests_in_any_pieces_are_answered_as_by_a_dict(
-    seed: int, autojump_clock: trio.testing.MockClock
-) -> None:
+async def test_any_short_requests_in_any_pieces_are_answered_as_by_a_dict(seed: int, autojump_clock: MockClock) -> None:
     random = Random(seed)
     blocks: dict[str, bytes] = {}
     requests: list[tuple[Request, bytes]] = []
@@ -93,7 +92,7 @@ async def test_any_short_requests_in_any_pieces_are_answered_as_by_a_dict(
         assert server.server.telemetry.statistics().connections_open == 0
 
 
-async def test_an_answer_that_is_not_read_yet_keeps_its_bytes(autojump_clock: trio.testing.MockClock) -> None:
+async def test_an_answer_that_is_not_read_yet_keeps_its_bytes(autojump_clock: MockClock) -> None:
     config = make_config(prealloc_bytes=10 * 64 * KIB)
     async with simulated_server(config, capacity_bytes=100 * KIB) as server:
         reader, writer = await server.peer(), await server.peer()
@@ -109,11 +108,9 @@ async def test_an_answer_that_is_not_read_yet_keeps_its_bytes(autojump_clock: tr
         assert [await answer_to(reader, number, get("key")) for number in range(2)] == [old, old]
         await reader.ask(get("other 19"))
         assert await reader.payload() == new
-        reader.close()
-        writer.close()
 
 
-async def test_an_answer_that_goes_in_two_parts_is_counted_as_a_whole(autojump_clock: trio.testing.MockClock) -> None:
+async def test_an_answer_that_goes_in_two_parts_is_counted_as_a_whole(autojump_clock: MockClock) -> None:
     async with simulated_server(capacity_bytes=100 * KIB) as server:
         peer = await server.peer()
         await peer.ask(put("key", 64 * KIB), bytes(64 * KIB))
@@ -128,7 +125,6 @@ async def test_an_answer_that_goes_in_two_parts_is_counted_as_a_whole(autojump_c
         assert (counted.count, counted.payload_bytes) == (3, 3 * 64 * KIB)
         (client,) = [session.statistics() for session in server.server.sessions]
         assert client.sent_bytes == 3 * 64 * KIB
-        peer.close()
 
 
 @pytest.mark.parametrize("likely", [False, True])
@@ -166,13 +162,11 @@ async def test_what_is_refused_is_counted_and_the_connection_goes_on() -> None:
         assert found["exists", "ok"] == 2
         clients = [session.statistics() for session in server.server.sessions]
         assert [(client.requests, client.errors) for client in clients] == [(5, 2), (1, 0)]
-        peer.close()
-        other.close()
 
 
 async def test_a_put_without_room_is_refused_and_the_next_one_is_not() -> None:
     async with simulated_server(make_config(prealloc_bytes=64 * KIB)) as server:
-        holder, peer = await server.peer(), await server.peer()
+        peer = await server.peer()
         await peer.ask(put("key", 40 * KIB), bytes(40 * KIB))
         client = server.core.open_client("holder")
         lease = server.core.lease(client, ["key"])
@@ -181,11 +175,9 @@ async def test_a_put_without_room_is_refused_and_the_next_one_is_not() -> None:
         server.core.release(lease)
         server.core.close_client(client)
         assert await peer.ask(put("more", 40 * KIB), bytes(40 * KIB)) == PutReply(pack_u64())
-        holder.close()
-        peer.close()
 
 
-async def test_a_server_that_drains_ends_sessions_that_wait(mock_clock: trio.testing.MockClock) -> None:
+async def test_a_server_that_drains_ends_sessions_that_wait(mock_clock: MockClock) -> None:
     async with simulated_server() as server:
         peer = await server.peer()
         for _ in range(3):
@@ -193,4 +185,3 @@ async def test_a_server_that_drains_ends_sessions_that_wait(mock_clock: trio.tes
         server.server.drain()
         assert await peer.is_closed()
         await server.finished.wait()
-        peer.close()

@@ -3,6 +3,7 @@ keeps it for ever. Where the clock stands still, nothing ends because its time i
 """
 
 import signal
+from collections.abc import AsyncIterator
 from contextlib import suppress
 from functools import partial
 from pathlib import Path
@@ -11,6 +12,7 @@ import pytest
 import trio
 import trio.lowlevel
 import trio.testing
+from trio.testing import MockClock
 
 from infinistore.errors import StoreUnavailable
 from infinistore.protocol.codec import encode_head, pack_u64
@@ -34,49 +36,51 @@ SLOW = Put(Keys(["slow", "too"]), pack_u64([500, 500]), checksums=False)
 """Of two blocks, so that it has room before it comes."""
 
 
-async def test_idle_connections_are_closed_at_once(mock_clock: trio.testing.MockClock) -> None:
+@pytest.fixture
+async def server() -> AsyncIterator[RunningServer]:
     async with simulated_server() as server:
-        peers = [await server.peer() for _ in range(5)]
-        strangers = [Peer(await server.connect()) for _ in range(5)]
-        await trio.testing.wait_all_tasks_blocked()
-        server.server.drain()
-        await server.finished.wait()
-        for peer in (*peers, *strangers):
-            assert await peer.is_closed()
-            peer.close()
-        assert server.core.statistics().clients == 0
+        yield server
 
 
-async def test_a_put_under_way_is_finished_and_its_connection_then_closed(mock_clock: trio.testing.MockClock) -> None:
-    async with simulated_server() as server:
-        peer = await server.peer()
-        await peer.send_head(SLOW, payload_bytes=1000)
-        await trio.testing.wait_all_tasks_blocked()
-        server.server.drain()
-        await trio.testing.wait_all_tasks_blocked()
-        assert not server.finished.is_set()
-        await peer.send(bytes(1000))
-        assert isinstance(await peer.reply_to_half(SLOW), PutReply)
-        await server.finished.wait()
+async def test_idle_connections_are_closed_at_once(server: RunningServer, mock_clock: MockClock) -> None:
+    peers = [await server.peer() for _ in range(5)]
+    strangers = [await server.stranger() for _ in range(5)]
+    await trio.testing.wait_all_tasks_blocked()
+    server.server.drain()
+    await server.finished.wait()
+    for peer in (*peers, *strangers):
         assert await peer.is_closed()
-        assert server.core.exists(["slow"]) == b"\1"
         peer.close()
+    assert server.core.statistics().clients == 0
 
 
-async def test_a_get_under_way_is_finished(mock_clock: trio.testing.MockClock) -> None:
-    async with simulated_server() as server:
-        peer = await server.peer()
-        value = bytes(range(256)) * 8 * KIB
-        await peer.ask(Put(Keys(["large"]), pack_u64([len(value)]), checksums=False), value)
-        await peer.send_head(Get(Keys(["large"]), pack_u64(), checksums=False))
-        await trio.testing.wait_all_tasks_blocked()
-        server.server.drain()
-        await trio.testing.wait_all_tasks_blocked()
-        assert not server.finished.is_set()
-        assert isinstance(await peer.reply_to_half(Get(Keys(["large"]), pack_u64())), GetReply)
-        assert await peer.payload() == value
-        await server.finished.wait()
-        peer.close()
+async def test_a_put_under_way_is_finished_and_its_connection_then_closed(
+    server: RunningServer, peer: Peer, mock_clock: MockClock
+) -> None:
+    await peer.send_head(SLOW, payload_bytes=1000)
+    await trio.testing.wait_all_tasks_blocked()
+    server.server.drain()
+    await trio.testing.wait_all_tasks_blocked()
+    assert not server.finished.is_set()
+    await peer.send(bytes(1000))
+    assert isinstance(await peer.reply_to_half(SLOW), PutReply)
+    await server.finished.wait()
+    assert await peer.is_closed()
+    assert server.core.exists(["slow"]) == b"\1"
+
+
+async def test_a_get_under_way_is_finished(server: RunningServer, mock_clock: MockClock) -> None:
+    peer = await server.peer()
+    value = bytes(range(256)) * 8 * KIB
+    await peer.ask(Put(Keys(["large"]), pack_u64([len(value)]), checksums=False), value)
+    await peer.send_head(Get(Keys(["large"]), pack_u64(), checksums=False))
+    await trio.testing.wait_all_tasks_blocked()
+    server.server.drain()
+    await trio.testing.wait_all_tasks_blocked()
+    assert not server.finished.is_set()
+    assert isinstance(await peer.reply_to_half(Get(Keys(["large"]), pack_u64())), GetReply)
+    assert await peer.payload() == value
+    await server.finished.wait()
 
 
 LARGE = bytes(range(256)) * 256
@@ -101,7 +105,7 @@ async def rest(peer: Peer) -> bytes:
     return bytes(answers)
 
 
-async def test_a_request_that_comes_with_the_end_takes_no_answer_away(mock_clock: trio.testing.MockClock) -> None:
+async def test_a_request_that_comes_with_the_end_takes_no_answer_away(mock_clock: MockClock) -> None:
     async with running_server(make_config()) as server:
         peer = await pipelining(server, 20)
         statistics = server.server.context.recorder.statistics
@@ -112,11 +116,10 @@ async def test_a_request_that_comes_with_the_end_takes_no_answer_away(mock_clock
         peer.stream.socket.send(encode_head(GET_LARGE, request_id=1))
         session.finish()  # before its task sees that
         answers = await rest(peer)
-        peer.close()
     assert answers.count(LARGE) == 20
 
 
-async def test_who_has_sent_more_gets_whole_answers_and_then_the_end(mock_clock: trio.testing.MockClock) -> None:
+async def test_who_has_sent_more_gets_whole_answers_and_then_the_end(mock_clock: MockClock) -> None:
     async with running_server(make_config()) as server:
         peer = await pipelining(server, 500)
         statistics = server.server.context.recorder.statistics
@@ -130,7 +133,7 @@ async def test_who_has_sent_more_gets_whole_answers_and_then_the_end(mock_clock:
         await server.finished.wait()
 
 
-async def test_what_is_not_finished_in_time_is_given_up(autojump_clock: trio.testing.MockClock) -> None:
+async def test_what_is_not_finished_in_time_is_given_up(autojump_clock: MockClock) -> None:
     async with simulated_server(make_config(drain_timeout_s=3)) as server:
         peer = await server.peer()
         await peer.send_head(SLOW, payload_bytes=1000)
@@ -142,10 +145,9 @@ async def test_what_is_not_finished_in_time_is_given_up(autojump_clock: trio.tes
         assert server.core.statistics().reserved_bytes == 0
         assert server.core.statistics().clients == 0
         assert await peer.is_closed()
-        peer.close()
 
 
-async def test_nobody_gets_in_while_the_server_drains(autojump_clock: trio.testing.MockClock) -> None:
+async def test_nobody_gets_in_while_the_server_drains(autojump_clock: MockClock) -> None:
     async with simulated_server(make_config(drain_timeout_s=30)) as server:
         busy = await server.peer()
         await busy.send_head(SLOW, payload_bytes=1000)
@@ -161,7 +163,7 @@ async def test_nobody_gets_in_while_the_server_drains(autojump_clock: trio.testi
 
 @pytest.mark.parametrize("held", ["spare room", "room", "a lease", "a lease, in quarantine"])
 async def test_a_client_that_holds_something_and_says_nothing_does_not_keep_the_server(
-    held: str, tmp_path: Path, mock_clock: trio.testing.MockClock
+    held: str, tmp_path: Path, mock_clock: MockClock
 ) -> None:
     """But as long as anything is under way nobody gets its room, where it may still
     write.
@@ -189,7 +191,6 @@ async def test_a_client_that_holds_something_and_says_nothing_does_not_keep_the_
         await let_linger(busy, mock_clock)
         await server.finished.wait()
         silent.close()
-        busy.close()
 
 
 @pytest.mark.parametrize("steps", range(8))
@@ -198,7 +199,7 @@ async def test_who_connects_at_the_moment_of_the_drain_does_not_keep_the_server(
     """Accepted just before or after, greeted or not: it goes with the idle ones."""
     config = make_config(drain_timeout_s=3600)
     async with (running_server if kind == "sockets" else simulated_server)(config) as server:
-        peer = Peer(await server.connect())
+        peer = await server.stranger()
         for _ in range(steps):
             await trio.lowlevel.checkpoint()
         server.server.drain()
@@ -206,20 +207,18 @@ async def test_who_connects_at_the_moment_of_the_drain_does_not_keep_the_server(
         with suppress(StoreUnavailable):
             assert await peer.is_closed()
         await server.finished.wait()
-        peer.close()
 
 
-async def test_pipelined_requests_are_not_begun_after_the_one_under_way(autojump_clock: trio.testing.MockClock) -> None:
-    async with simulated_server() as server:
-        peer = await server.peer()
-        await peer.send_head(SLOW, payload_bytes=1000)
-        await trio.testing.wait_all_tasks_blocked()
-        server.server.drain()
-        await peer.send(bytes(1000))
-        await peer.send_head(Statistics())
-        assert isinstance(await peer.reply_to_half(SLOW), PutReply)
-        await server.finished.wait()
-        peer.close()
+async def test_pipelined_requests_are_not_begun_after_the_one_under_way(
+    server: RunningServer, peer: Peer, autojump_clock: MockClock
+) -> None:
+    await peer.send_head(SLOW, payload_bytes=1000)
+    await trio.testing.wait_all_tasks_blocked()
+    server.server.drain()
+    await peer.send(bytes(1000))
+    await peer.send_head(Statistics())
+    assert isinstance(await peer.reply_to_half(SLOW), PutReply)
+    await server.finished.wait()
 
 
 # Signals

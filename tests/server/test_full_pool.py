@@ -1,12 +1,13 @@
 """A pool that is full: what goes, what is refused, and how the pool grows."""
 
 import errno
-from collections.abc import Callable
+from collections.abc import AsyncIterator, Callable
 from typing import Any
 
 import pytest
 import trio
 import trio.testing
+from trio.testing import MockClock
 
 from infinistore.core import Arena, create_arena
 from infinistore.errors import DeadlineExceeded, LimitExceeded, OutOfMemory, ValueTooLarge
@@ -26,7 +27,7 @@ from infinistore.protocol.messages import (
     ReleaseHold,
 )
 from infinistore.server.environment import Environment
-from tests.server.running import KIB, Peer, make_config, simulated_server, until
+from tests.server.running import KIB, Peer, RunningServer, make_config, simulated_server, until
 
 POOL = 64 * KIB
 
@@ -42,101 +43,84 @@ async def present(peer: Peer, keys: list[str]) -> list[str]:
     return [key for key, there in zip(keys, reply.present, strict=True) if there]
 
 
-async def test_a_full_pool_loses_what_was_not_used_for_longest() -> None:
+@pytest.fixture
+async def server() -> AsyncIterator[RunningServer]:
     async with simulated_server(make_config(prealloc_bytes=POOL)) as server:
-        peer = await server.peer()
-        keys = [f"key {number}" for number in range(12)]
-        for key in keys:
-            await put(peer, key)
-        await peer.ask(Get(Keys(keys[:2]), pack_u64(), checksums=False))  # recently used from now on
-        await peer.payload()
-        for number in range(8):
-            await put(peer, f"new {number}")
-        left = await present(peer, keys)
-        assert left == keys[:2] + keys[-(len(left) - 2) :]
-        assert len(left) < 12
-        assert server.core.statistics().evicted.on_demand == 12 - len(left)
-        peer.close()
-        await server.quiet()
+        yield server
 
 
-async def test_nothing_is_evicted_for_a_batch_that_cannot_fit() -> None:
-    async with simulated_server(make_config(prealloc_bytes=POOL)) as server:
-        peer = await server.peer()
-        await put(peer, "stays")
-        with pytest.raises(OutOfMemory):
-            await peer.ask(Put(Keys(["a", "b"]), pack_u64([40 * KIB] * 2), checksums=False), bytes(80 * KIB))
-        with pytest.raises(ValueTooLarge):
-            await peer.ask(Put(Keys(["a"]), pack_u64([65 * KIB]), checksums=False), bytes(65 * KIB))
-        assert await present(peer, ["stays", "a", "b"]) == ["stays"]
-        peer.close()
-        await server.quiet()
+async def test_a_full_pool_loses_what_was_not_used_for_longest(server: RunningServer, peer: Peer) -> None:
+    keys = [f"key {number}" for number in range(12)]
+    for key in keys:
+        await put(peer, key)
+    await peer.ask(Get(Keys(keys[:2]), pack_u64(), checksums=False))  # recently used from now on
+    await peer.payload()
+    for number in range(8):
+        await put(peer, f"new {number}")
+    left = await present(peer, keys)
+    assert left == keys[:2] + keys[-(len(left) - 2) :]
+    assert len(left) < 12
+    assert server.core.statistics().evicted.on_demand == 12 - len(left)
 
 
-async def test_what_is_held_is_not_evicted_and_what_does_not_fit_beside_it_is_refused() -> None:
-    async with simulated_server(make_config(prealloc_bytes=POOL)) as server:
-        peer = await server.peer()
-        held = [f"held {number}" for number in range(4)]  # a quarter of the pool: all that holds may have
-        for key in held:
-            await put(peer, key)
-        match = await peer.ask(MatchPrefix(Keys(held), hold_us=50_000_000))
-        assert isinstance(match, MatchPrefixReply)
-        assert match.matched == 4
-        await put(peer, "one more")
-        with pytest.raises(LimitExceeded):
-            await peer.ask(MatchPrefix(Keys(["one more"]), hold_us=50_000_000))
-        for number in range(40):
-            await put(peer, f"other {number}")
-        assert await present(peer, held) == held
-        with pytest.raises(OutOfMemory, match="pinned"):
-            await peer.ask(Put(Keys(["a"]), pack_u64([49 * KIB]), checksums=False), bytes(49 * KIB))
-        assert await peer.ask(ReleaseHold(match.hold)) == CountReply(1)
-        await put(peer, "a", 60 * KIB)
-        peer.close()
-        await server.quiet()
+async def test_nothing_is_evicted_for_a_batch_that_cannot_fit(peer: Peer) -> None:
+    await put(peer, "stays")
+    with pytest.raises(OutOfMemory):
+        await peer.ask(Put(Keys(["a", "b"]), pack_u64([40 * KIB] * 2), checksums=False), bytes(80 * KIB))
+    with pytest.raises(ValueTooLarge):
+        await peer.ask(Put(Keys(["a"]), pack_u64([65 * KIB]), checksums=False), bytes(65 * KIB))
+    assert await present(peer, ["stays", "a", "b"]) == ["stays"]
 
 
-async def test_a_hold_ends_by_itself(autojump_clock: trio.testing.MockClock) -> None:
-    async with simulated_server(make_config(prealloc_bytes=POOL)) as server:
-        peer = await server.peer()
-        await put(peer, "held", 16 * KIB)
-        await peer.ask(MatchPrefix(Keys(["held"]), hold_us=5_000_000))
-        with pytest.raises(OutOfMemory):
-            await peer.ask(Put(Keys(["a"]), pack_u64([60 * KIB]), checksums=False), bytes(60 * KIB))
-        await trio.sleep(5)
-        await put(peer, "a", 60 * KIB)
-        peer.close()
-        await server.quiet()
+async def test_what_is_held_is_not_evicted_and_what_does_not_fit_beside_it_is_refused(peer: Peer) -> None:
+    held = [f"held {number}" for number in range(4)]  # a quarter of the pool: all that holds may have
+    for key in held:
+        await put(peer, key)
+    match = await peer.ask(MatchPrefix(Keys(held), hold_us=50_000_000))
+    assert isinstance(match, MatchPrefixReply)
+    assert match.matched == 4
+    await put(peer, "one more")
+    with pytest.raises(LimitExceeded):
+        await peer.ask(MatchPrefix(Keys(["one more"]), hold_us=50_000_000))
+    for number in range(40):
+        await put(peer, f"other {number}")
+    assert await present(peer, held) == held
+    with pytest.raises(OutOfMemory, match="pinned"):
+        await peer.ask(Put(Keys(["a"]), pack_u64([49 * KIB]), checksums=False), bytes(49 * KIB))
+    assert await peer.ask(ReleaseHold(match.hold)) == CountReply(1)
+    await put(peer, "a", 60 * KIB)
 
 
-async def test_a_hold_outlives_its_connection() -> None:
-    async with simulated_server(make_config(prealloc_bytes=POOL)) as server:
-        peer, other = await server.peer(), await server.peer()
-        await put(peer, "held")
-        match = await peer.ask(MatchPrefix(Keys(["held"]), hold_us=50_000_000))
-        assert isinstance(match, MatchPrefixReply)
-        peer.close()
-        await trio.testing.wait_all_tasks_blocked()
-        assert server.core.statistics().holds == 1
-        assert await other.ask(ReleaseHold(match.hold)) == CountReply(1)
-        assert await other.ask(ReleaseHold(match.hold)) == CountReply(0)
-        other.close()
-        await server.quiet()
+async def test_a_hold_ends_by_itself(peer: Peer, autojump_clock: MockClock) -> None:
+    await put(peer, "held", 16 * KIB)
+    await peer.ask(MatchPrefix(Keys(["held"]), hold_us=5_000_000))
+    with pytest.raises(OutOfMemory):
+        await peer.ask(Put(Keys(["a"]), pack_u64([60 * KIB]), checksums=False), bytes(60 * KIB))
+    await trio.sleep(5)
+    await put(peer, "a", 60 * KIB)
 
 
-async def test_eviction_on_request_goes_down_to_the_lower_bound() -> None:
-    async with simulated_server(make_config(prealloc_bytes=POOL)) as server:
-        peer = await server.peer()
-        for number in range(12):
-            await put(peer, f"key {number}")
-        assert await peer.ask(Evict(0.5, 0.8)) == CountReply(0)
-        assert await peer.ask(Evict(0.25, 0.5)) == CountReply(8)
-        assert await present(peer, [f"key {number}" for number in range(12)]) == [f"key {n}" for n in range(8, 12)]
-        peer.close()
-        await server.quiet()
+async def test_a_hold_outlives_its_connection(server: RunningServer) -> None:
+    peer, other = await server.peer(), await server.peer()
+    await put(peer, "held")
+    match = await peer.ask(MatchPrefix(Keys(["held"]), hold_us=50_000_000))
+    assert isinstance(match, MatchPrefixReply)
+    peer.close()
+    await trio.testing.wait_all_tasks_blocked()
+    assert server.core.statistics().holds == 1
+    assert await other.ask(ReleaseHold(match.hold)) == CountReply(1)
+    assert await other.ask(ReleaseHold(match.hold)) == CountReply(0)
 
 
-async def test_periodic_eviction_keeps_the_pool_below_its_bound(autojump_clock: trio.testing.MockClock) -> None:
+async def test_eviction_on_request_goes_down_to_the_lower_bound(peer: Peer) -> None:
+    for number in range(12):
+        await put(peer, f"key {number}")
+    assert await peer.ask(Evict(0.5, 0.8)) == CountReply(0)
+    assert await peer.ask(Evict(0.25, 0.5)) == CountReply(8)
+    assert await present(peer, [f"key {number}" for number in range(12)]) == [f"key {n}" for n in range(8, 12)]
+
+
+async def test_periodic_eviction_keeps_the_pool_below_its_bound(autojump_clock: MockClock) -> None:
     config = make_config(
         prealloc_bytes=POOL,
         enable_periodic_evict=True,
@@ -155,11 +139,9 @@ async def test_periodic_eviction_keeps_the_pool_below_its_bound(autojump_clock: 
         assert server.core.statistics().keys == 4
         assert server.core.statistics().evicted.periodic == 5
         assert await present(peer, ["key 0", "key 7", "one more"]) == ["key 7", "one more"]
-        peer.close()
-        await server.quiet()
 
 
-async def test_periodic_eviction_goes_on_while_holds_pin(autojump_clock: trio.testing.MockClock) -> None:
+async def test_periodic_eviction_goes_on_while_holds_pin(autojump_clock: MockClock) -> None:
     config = make_config(
         prealloc_bytes=POOL,
         enable_periodic_evict=True,
@@ -176,8 +158,6 @@ async def test_periodic_eviction_goes_on_while_holds_pin(autojump_clock: trio.te
         assert await present(peer, ["held", "not held"]) == ["held"]
         await trio.sleep(7)
         assert await present(peer, ["held", "not held"]) == []
-        peer.close()
-        await server.quiet()
 
 
 # Growth
@@ -197,8 +177,6 @@ async def test_a_put_that_does_not_fit_waits_until_the_pool_has_grown() -> None:
         for key in ("a", "b"):
             await peer.ask(Get(Keys([key]), pack_u64(), checksums=False))
             assert len(await peer.payload()) == {"a": 40 * KIB, "b": 120 * KIB}[key]
-        peer.close()
-        await server.quiet()
 
 
 async def test_a_full_pool_grows_while_it_serves_and_never_beyond_its_bound() -> None:
@@ -215,8 +193,6 @@ async def test_a_full_pool_grows_while_it_serves_and_never_beyond_its_bound() ->
         with pytest.raises(ValueTooLarge):
             await put(peer, "larger than any arena", 4 * POOL)
         assert server.core.pool.capacity_bytes == 4 * POOL
-        peer.close()
-        await server.quiet()
 
 
 async def test_many_puts_that_wait_for_growth_are_all_served() -> None:
@@ -261,11 +237,9 @@ async def test_a_machine_without_memory_refuses_the_put_and_the_server_lives(why
             await put(peer, "b", 100 * KIB)
         assert tried == 1
         await put(peer, "c", 50 * KIB)
-        peer.close()
-        await server.quiet()
 
 
-async def test_a_put_does_not_wait_for_growth_beyond_its_deadline(autojump_clock: trio.testing.MockClock) -> None:
+async def test_a_put_does_not_wait_for_growth_beyond_its_deadline(autojump_clock: MockClock) -> None:
     never = trio.Event()
 
     async def run_slowly(function: Callable[..., Arena], *arguments: Any) -> Arena:
@@ -283,8 +257,6 @@ async def test_a_put_does_not_wait_for_growth_beyond_its_deadline(autojump_clock
         never.set()
         await trio.testing.wait_all_tasks_blocked()
         assert server.core.pool.capacity_bytes > POOL
-        peer.close()
-        await server.quiet()
 
 
 async def test_without_a_bound_the_pool_grows_by_what_the_machine_has() -> None:
@@ -294,8 +266,6 @@ async def test_without_a_bound_the_pool_grows_by_what_the_machine_has() -> None:
         peer = await server.peer()
         for number in range(40):
             await put(peer, f"key {number}")
-        peer.close()
-        await server.quiet()
 
 
 async def test_an_arena_longer_than_asked_for_does_not_pass_the_bound(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -308,8 +278,6 @@ async def test_an_arena_longer_than_asked_for_does_not_pass_the_bound(monkeypatc
             await trio.testing.wait_all_tasks_blocked()
         await until(lambda: not server.core.growth.growable_bytes or len(server.core.pool.arenas) > 1)
         assert sum(arena.length for arena in server.core.pool.arenas) <= POOL + 5000
-        peer.close()
-        await server.quiet()
 
 
 def test_arenas_are_made_in_whole_pages() -> None:

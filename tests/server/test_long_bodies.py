@@ -10,6 +10,7 @@ import attrs
 import pytest
 import trio
 import trio.testing
+from trio.testing import MockClock
 
 from infinistore.errors import LimitExceeded, StoreUnavailable
 from infinistore.protocol.codec import encode_head
@@ -60,7 +61,7 @@ def close(server: RunningServer, peers: list[Peer]) -> None:
 
 
 async def test_bodies_under_way_take_no_more_memory_than_there_is_for_all_of_them(
-    mock_clock: trio.testing.MockClock,
+    mock_clock: MockClock,
 ) -> None:
     """The clock stands still: nobody gives room back because its time is over."""
     async with with_little_room() as server:
@@ -74,7 +75,7 @@ async def test_bodies_under_way_take_no_more_memory_than_there_is_for_all_of_the
 
 @pytest.mark.parametrize("sent", [0.0001, 0.5, 0.9])
 async def test_who_announces_a_body_and_does_not_send_it_keeps_nobody_out_for_long(
-    sent: float, autojump_clock: trio.testing.MockClock
+    sent: float, autojump_clock: MockClock
 ) -> None:
     async with with_little_room() as server:
         peers = await unfinished(server, 12, max(sent, 70 / len(HEAD)))
@@ -89,7 +90,7 @@ async def test_who_announces_a_body_and_does_not_send_it_keeps_nobody_out_for_lo
         await server.quiet()
 
 
-async def test_a_body_that_trickles_in_is_given_up_where_others_wait(autojump_clock: trio.testing.MockClock) -> None:
+async def test_a_body_that_trickles_in_is_given_up_where_others_wait(autojump_clock: MockClock) -> None:
     async with with_little_room() as server, trio.open_nursery() as nursery:
         peers = await unfinished(server, 4, 0.1)
 
@@ -109,7 +110,7 @@ async def test_a_body_that_trickles_in_is_given_up_where_others_wait(autojump_cl
 
 
 async def test_a_body_that_is_only_slow_is_waited_for_while_nobody_else_wants_room(
-    autojump_clock: trio.testing.MockClock,
+    autojump_clock: MockClock,
 ) -> None:
     async with with_little_room() as server:
         (peer,) = await unfinished(server, 1, 0.5)
@@ -122,9 +123,7 @@ async def test_a_body_that_is_only_slow_is_waited_for_while_nobody_else_wants_ro
 
 
 @pytest.mark.parametrize("seed", range(3))
-async def test_more_long_requests_than_there_is_room_for_are_all_answered(
-    seed: int, autojump_clock: trio.testing.MockClock
-) -> None:
+async def test_more_long_requests_than_there_is_room_for_are_all_answered(seed: int, autojump_clock: MockClock) -> None:
     answered: list[int] = []
     async with with_little_room(seed) as server:
         async with trio.open_nursery() as nursery:
@@ -183,9 +182,7 @@ async def announced(server: RunningServer, length: int) -> Peer:
 
 
 @pytest.mark.parametrize("number", [2, 3, 6])
-async def test_what_arrives_slowly_for_its_length_keeps_nobody_out(
-    number: int, autojump_clock: trio.testing.MockClock
-) -> None:
+async def test_what_arrives_slowly_for_its_length_keeps_nobody_out(number: int, autojump_clock: MockClock) -> None:
     """Two of the longest bodies, sent at more than the least rate, take all there is;
     more of them wait."""
     async with simulated_server() as server, trio.open_nursery() as nursery:
@@ -209,7 +206,7 @@ async def test_what_arrives_slowly_for_its_length_keeps_nobody_out(
 
 
 async def test_no_more_slow_bodies_are_given_up_than_others_need_room_the_slowest_first(
-    autojump_clock: trio.testing.MockClock,
+    autojump_clock: MockClock,
 ) -> None:
     budget, ended = BodyBudget(4 * MIB), list[int]()
     bodies = [_Body(MIB) for _ in range(4)]
@@ -224,7 +221,7 @@ async def test_no_more_slow_bodies_are_given_up_than_others_need_room_the_slowes
 
 
 async def test_the_tenant_that_has_most_gives_and_the_one_that_has_least_comes_first(
-    autojump_clock: trio.testing.MockClock,
+    autojump_clock: MockClock,
 ) -> None:
     budget, ended, order = BodyBudget(100), list[str](), list[str]()
     grants: list[BodyGrant] = []

@@ -4,7 +4,7 @@ does, and who may ask for it.
 
 import socket
 import threading
-from collections.abc import Iterator
+from collections.abc import AsyncIterator, Iterator
 from contextlib import ExitStack, contextmanager
 from functools import partial
 from pathlib import Path
@@ -52,6 +52,12 @@ async def post(server: RunningServer, path: str, body: bytes = b"", *, headers: 
 
 
 @pytest.fixture
+async def server() -> AsyncIterator[RunningServer]:
+    async with running_server() as server:
+        yield server
+
+
+@pytest.fixture
 def token_file(tmp_path: Path) -> Path:
     path = tmp_path / "token"
     path.write_text(TOKEN + "\n")
@@ -61,12 +67,11 @@ def token_file(tmp_path: Path) -> Path:
 # What it tells
 
 
-async def test_a_running_server_is_healthy_and_ready() -> None:
-    async with running_server() as server:
-        for path, expected in (("/healthz", {"status": "ok"}), ("/readyz", {"state": "serving"})):
-            answer = await get(server, path)
-            assert (answer.status, answer.json) == (200, expected)
-            assert answer.headers["content-type"] == "application/json"
+async def test_a_running_server_is_healthy_and_ready(server: RunningServer) -> None:
+    for path, expected in (("/healthz", {"status": "ok"}), ("/readyz", {"state": "serving"})):
+        answer = await get(server, path)
+        assert (answer.status, answer.json) == (200, expected)
+        assert answer.headers["content-type"] == "application/json"
 
 
 async def test_a_server_is_healthy_but_not_ready_while_its_pool_is_made() -> None:
@@ -103,17 +108,15 @@ async def test_a_server_is_healthy_but_not_ready_while_its_pool_is_made() -> Non
         nursery.cancel_scope.cancel()
 
 
-async def test_a_server_that_drains_is_healthy_but_not_ready() -> None:
-    async with running_server() as server:
-        peer = await server.peer()
-        await peer.send_head(Put(Keys(["a", "b"]), pack_u64([500, 500]), checksums=False), payload_bytes=1000)
-        await server.until(reservations=1)  # before, the session would end at once
-        server.server.drain()
-        await trio.testing.wait_all_tasks_blocked()
-        answer = await get(server, "/readyz")
-        assert (answer.status, answer.json) == (503, {"state": "draining"})
-        assert (await get(server, "/healthz")).status == 200
-        peer.close()
+async def test_a_server_that_drains_is_healthy_but_not_ready(server: RunningServer) -> None:
+    peer = await server.peer()
+    await peer.send_head(Put(Keys(["a", "b"]), pack_u64([500, 500]), checksums=False), payload_bytes=1000)
+    await server.until(reservations=1)  # before, the session would end at once
+    server.server.drain()
+    await trio.testing.wait_all_tasks_blocked()
+    answer = await get(server, "/readyz")
+    assert (answer.status, answer.json) == (503, {"state": "draining"})
+    assert (await get(server, "/healthz")).status == 200
 
 
 async def test_the_paths_of_the_original_answer_as_they_did() -> None:
@@ -139,13 +142,12 @@ async def test_statistics_are_those_of_the_clients() -> None:
     assert [(one["name"], one["requests"], one["received_bytes"]) for one in clients] == [("me", 1, 108)]
 
 
-async def test_what_is_not_there_is_said_to_be_not_there() -> None:
-    async with running_server() as server:
-        for path in ("/", "/purge/", "/%00", "/stats/../purge"):
-            answer = await get(server, path)
-            assert (answer.status, answer.json) == (404, {"error": "Not Found"})
-        answer = await get(server, "/purge")
-        assert (answer.status, answer.headers["allow"]) == (405, "POST")
+async def test_what_is_not_there_is_said_to_be_not_there(server: RunningServer) -> None:
+    for path in ("/", "/purge/", "/%00", "/stats/../purge"):
+        answer = await get(server, path)
+        assert (answer.status, answer.json) == (404, {"error": "Not Found"})
+    answer = await get(server, "/purge")
+    assert (answer.status, answer.headers["allow"]) == (405, "POST")
 
 
 # What it does
@@ -197,33 +199,29 @@ async def test_wrong_bounds_are_refused_in_words(path: str, body: bytes, words: 
         assert await store.exists("a")
 
 
-async def test_a_huge_body_is_refused() -> None:
-    async with running_server() as server:
-        assert (await post(server, "/evict", b" " * (64 * KIB + 1))).status == 413
-        assert (await post(server, "/evict", b" " * (64 * KIB - 2) + b"{}")).status == 200
+async def test_a_huge_body_is_refused(server: RunningServer) -> None:
+    assert (await post(server, "/evict", b" " * (64 * KIB + 1))).status == 413
+    assert (await post(server, "/evict", b" " * (64 * KIB - 2) + b"{}")).status == 200
 
 
 # The self-test
 
 
-async def test_the_self_test_by_get_changes_nothing(tmp_path: Path) -> None:
+async def test_the_self_test_goes_over_every_transport_and_leaves_nothing_and_by_get_changes_nothing(
+    tmp_path: Path,
+) -> None:
     async with running_server(make_config(unix_socket=str(tmp_path / "s"))) as server:
-        answer = await get(server, "/selftest")
-        assert (answer.status, [one["ok"] for one in answer.json["transports"]]) == (200, [True, True])
-        assert {one.kind for one in server.server.telemetry.operations()} == {"exists"}
-
-
-async def test_the_self_test_goes_over_every_transport_and_leaves_nothing(tmp_path: Path) -> None:
-    async with running_server(make_config(unix_socket=str(tmp_path / "s"))) as server:
-        answer = await post(server, "/selftest")
-        assert [(one["transport"], one["ok"], one["error"]) for one in answer.json["transports"]] == [
-            ("tcp", True, ""),
-            ("unix", True, ""),
-        ]
-        assert (answer.status, set(answer.json)) == (200, {"status", "transports"})
+        for ask_for, written in ((get, []), (post, ["tcp", "unix"])):
+            answer = await ask_for(server, "/selftest")
+            assert [tuple(one[key] for key in ("transport", "ok", "error")) for one in answer.json["transports"]] == [
+                ("tcp", True, ""),
+                ("unix", True, ""),
+            ]
+            assert set(answer.json) == {"status", "transports"}  # there are no disks
+            assert answer.status == 200
+            changes = [one.transport for one in server.server.telemetry.operations() if one.kind != "exists"]
+            assert sorted(set(changes)) == written
         assert (await get(server, "/kvmap_len")).json == {"len": 0}
-        puts = [one.transport for one in server.server.telemetry.operations() if one.kind == "put"]
-        assert puts == ["tcp", "unix"]
 
 
 async def test_the_self_test_says_which_transport_failed_and_why(tmp_path: Path) -> None:
@@ -239,10 +237,9 @@ async def test_the_self_test_says_which_transport_failed_and_why(tmp_path: Path)
 
 async def test_the_self_test_shows_a_full_server() -> None:
     async with running_server(make_config(max_connections=1)) as server:
-        peer = await server.peer()
+        await server.peer()
         answer = await post(server, "/selftest")
         assert "LimitExceeded" in answer.json["transports"][0]["error"]
-        peer.close()
 
 
 async def test_the_self_test_of_a_server_with_a_token_shows_it(token_file: Path) -> None:
@@ -252,19 +249,18 @@ async def test_the_self_test_of_a_server_with_a_token_shows_it(token_file: Path)
         assert (check.ok, check.error.partition(":")[0]) == (False, "AuthenticationFailed")
 
 
-async def test_the_self_test_finds_bytes_that_are_not_what_was_written() -> None:
-    async with running_server() as server:
-        real_write = server.core.write_one
+async def test_the_self_test_finds_bytes_that_are_not_what_was_written(server: RunningServer) -> None:
+    real_write = server.core.write_one
 
-        def damaging(client: Any, key: str, value: memoryview, *arguments: Any, **more: Any) -> bool:
-            damaged = bytearray(value)
-            damaged[7] ^= 1
-            return real_write(client, key, memoryview(damaged), *arguments, **more)
+    def damaging(client: Any, key: str, value: memoryview, *arguments: Any, **more: Any) -> bool:
+        damaged = bytearray(value)
+        damaged[7] ^= 1
+        return real_write(client, key, memoryview(damaged), *arguments, **more)
 
-        with mock.patch.object(server.core, "write_one", damaging):
-            (check,) = (await post(server, "/selftest")).json["transports"]
-        assert check["error"] == "ChecksumMismatch: wrote 4096 bytes, and read other bytes"
-        assert server.core.keys(prefix=SELFTEST_PREFIX) == []
+    with mock.patch.object(server.core, "write_one", damaging):
+        (check,) = (await post(server, "/selftest")).json["transports"]
+    assert check["error"] == "ChecksumMismatch: wrote 4096 bytes, and read other bytes"
+    assert server.core.keys(prefix=SELFTEST_PREFIX) == []
 
 
 async def test_the_self_test_reads_a_block_back_from_disk(tmp_path: Path) -> None:
@@ -299,19 +295,18 @@ async def test_the_self_test_finds_what_is_wrong_with_disks(tmp_path: Path, faul
         assert server.core.keys(prefix=SELFTEST_PREFIX) == []
 
 
-async def test_one_self_test_at_a_time() -> None:
-    async with running_server() as server:
-        answers: list[Answer] = []
+async def test_one_self_test_at_a_time(server: RunningServer) -> None:
+    answers: list[Answer] = []
 
-        async def test() -> None:
-            answers.append(await post(server, "/selftest"))
+    async def test() -> None:
+        answers.append(await post(server, "/selftest"))
 
-        async with trio.open_nursery() as nursery:
-            for _ in range(4):
-                nursery.start_soon(test)
-        statuses = [answer.status for answer in answers]
-        assert 200 in statuses
-        assert set(statuses) <= {200, 503}
+    async with trio.open_nursery() as nursery:
+        for _ in range(4):
+            nursery.start_soon(test)
+    statuses = [answer.status for answer in answers]
+    assert 200 in statuses
+    assert set(statuses) <= {200, 503}
 
 
 async def test_a_wildcard_address_is_tested_through_loopback() -> None:
@@ -423,12 +418,11 @@ async def test_a_web_page_changes_nothing() -> None:
         assert await store.exists("a")
 
 
-async def test_a_management_port_in_use_is_one_line_with_the_flag() -> None:
-    async with running_server() as server:
-        port = server.server.addresses.management[0][1]
-        with pytest.RaisesGroup(pytest.RaisesExc(ConfigError, match=f"port {port} .*in use.*--manage-port")):
-            async with running_server(make_config(manage_port=port)):
-                pytest.fail("it started")
+async def test_a_management_port_in_use_is_one_line_with_the_flag(server: RunningServer) -> None:
+    port = server.server.addresses.management[0][1]
+    with pytest.RaisesGroup(pytest.RaisesExc(ConfigError, match=f"port {port} .*in use.*--manage-port")):
+        async with running_server(make_config(manage_port=port)):
+            pytest.fail("it started")
 
 
 async def test_management_can_be_off() -> None:

@@ -25,19 +25,19 @@ from infinistore.protocol.messages import (
 from infinistore.server.environment import Environment
 from infinistore.transports.base import drive
 from tests.server.raw_tables import Tables, map_tables
-from tests.server.running import KIB, POOL_BYTES, Peer, let_linger, running_server
+from tests.server.running import KIB, POOL_BYTES, Peer, RunningServer, let_linger, running_server
 from tests.server.test_shared_memory import lease, present, put, release, serving
 
 
-def begin(mapped: Tables, known: LeaseReply) -> int | None:
+def begin(tables: Tables, known: LeaseReply) -> int | None:
     """Begin to read blocks that are known; None if that is not possible without
     asking.
     """
-    slots = mapped.hazards.add(known.places, known.sizes, known.checksums)
+    slots = tables.hazards.add(known.places, known.sizes, known.checksums)
     assert slots is not None
-    if not mapped.hazards.closed and mapped.removals.is_unchanged(known.places, [known.removals] * len(known.places)):
+    if not tables.hazards.closed and tables.removals.is_unchanged(known.places, [known.removals] * len(known.places)):
         return slots
-    mapped.hazards.remove(slots)
+    tables.hazards.remove(slots)
     return None
 
 
@@ -53,84 +53,73 @@ async def known_block(peer: Peer) -> LeaseReply:
 
 @pytest.mark.parametrize("inline_bytes", [0, POOL_BYTES], ids=["leased", "inline"])
 async def test_a_client_reads_again_what_a_lease_told_it_until_that_is_removed(
-    tmp_path: Path, inline_bytes: int
+    server: RunningServer, peer: Peer, other: Peer, tables: Tables, inline_bytes: int
 ) -> None:
-    async with serving(tmp_path) as server:
-        peer, other = await server.local_peer(), await server.local_peer()
-        mapped = await map_tables(peer)
-        await put(other, "a", b"x" * KIB)
-        await put(other, "b", b"y" * KIB)
-        known = await lease(peer, "a", "b", inline_bytes=inline_bytes)
-        await peer.payload()
-        if known.lease:
-            await release(peer, known.lease)
-        assert known.removals == mapped.removals.count
-        slots = begin(mapped, known)
-        assert slots is not None
-        await other.ask(Delete(Keys(["a"])))
-        assert begin(mapped, known) is None
-        assert server.core.statistics().used_bytes == 2 * KIB
-        mapped.hazards.remove(slots)
-        assert server.core.statistics().used_bytes == KIB
+    await put(other, "a", b"x" * KIB)
+    await put(other, "b", b"y" * KIB)
+    known = await lease(peer, "a", "b", inline_bytes=inline_bytes)
+    await peer.payload()
+    if known.lease:
+        await release(peer, known.lease)
+    assert known.removals == tables.removals.count
+    slots = begin(tables, known)
+    assert slots is not None
+    await other.ask(Delete(Keys(["a"])))
+    assert begin(tables, known) is None
+    assert server.core.statistics().used_bytes == 2 * KIB
+    tables.hazards.remove(slots)
+    assert server.core.statistics().used_bytes == KIB
 
 
-async def test_who_asks_twice_gets_the_same_tables(tmp_path: Path) -> None:
-    async with serving(tmp_path) as server:
-        peer, other = await server.local_peer(), await server.local_peer()
-        known = await known_block(peer)
-        first, again, of_another = await map_tables(peer), await map_tables(peer), await map_tables(other)
-        assert first.hazards.add(known.places, known.sizes, known.checksums) is not None
-        assert again.hazards.numbers[1] == 1
-        assert of_another.hazards.numbers[1] == 0
+async def test_who_asks_twice_gets_the_same_tables(peer: Peer, other: Peer) -> None:
+    known = await known_block(peer)
+    first, again, of_another = await map_tables(peer), await map_tables(peer), await map_tables(other)
+    assert first.hazards.add(known.places, known.sizes, known.checksums) is not None
+    assert again.hazards.numbers[1] == 1
+    assert of_another.hazards.numbers[1] == 0
 
 
-async def test_a_connection_that_closes_while_it_reads_gives_its_pins_back(tmp_path: Path) -> None:
-    async with serving(tmp_path) as server:
-        peer, other = await server.local_peer(), await server.local_peer()
-        mapped = await map_tables(peer)
-        known = await known_block(peer)
-        assert begin(mapped, known) is not None
-        await other.ask(Purge())
-        assert server.core.statistics().used_bytes == KIB
-        peer.close()
-        await server.until(clients=1, used_bytes=0)
-        assert mapped.hazards.closed
-        assert begin(mapped, known) is None
+async def test_a_connection_that_closes_while_it_reads_gives_its_pins_back(
+    server: RunningServer, peer: Peer, other: Peer, tables: Tables
+) -> None:
+    known = await known_block(peer)
+    assert begin(tables, known) is not None
+    await other.ask(Purge())
+    assert server.core.statistics().used_bytes == KIB
+    peer.close()
+    await server.until(clients=1, used_bytes=0)
+    assert tables.hazards.closed
+    assert begin(tables, known) is None
 
 
 async def test_what_a_client_reads_that_breaks_the_protocol_stays_until_its_end_of_the_stream(
-    tmp_path: Path, mock_clock: MockClock
+    server: RunningServer, peer: Peer, other: Peer, tables: Tables, mock_clock: MockClock
 ) -> None:
-    async with serving(tmp_path) as server:
-        peer, other = await server.local_peer(), await server.local_peer()
-        mapped = await map_tables(peer)
-        known = await known_block(peer)
-        assert begin(mapped, known) is not None
-        await release(peer, 12345)
-        with pytest.raises(ProtocolError):
-            await present(peer, "a")
-        await let_linger(peer, mock_clock)
-        await server.until(quarantined_bytes=KIB)
-        assert mapped.hazards.closed
-        assert begin(mapped, known) is None
-        await other.ask(Purge())
-        await put(other, "big", b"x" * (POOL_BYTES - 64 * KIB))
-        assert server.core.statistics().used_bytes == POOL_BYTES - 63 * KIB
-        peer.close()
-        await server.until(quarantined_bytes=0, used_bytes=POOL_BYTES - 64 * KIB)
+    known = await known_block(peer)
+    assert begin(tables, known) is not None
+    await release(peer, 12345)
+    with pytest.raises(ProtocolError):
+        await present(peer, "a")
+    await let_linger(peer, mock_clock)
+    await server.until(quarantined_bytes=KIB)
+    assert tables.hazards.closed
+    assert begin(tables, known) is None
+    await other.ask(Purge())
+    await put(other, "big", b"x" * (POOL_BYTES - 64 * KIB))
+    assert server.core.statistics().used_bytes == POOL_BYTES - 63 * KIB
+    peer.close()
+    await server.until(quarantined_bytes=0, used_bytes=POOL_BYTES - 64 * KIB)
 
 
-async def test_a_touch_counts_whether_it_comes_by_the_log_or_by_the_socket(tmp_path: Path) -> None:
-    async with serving(tmp_path) as server:
-        peer = await server.local_peer()
-        mapped = await map_tables(peer)
-        await put(peer, "a", b"x" * KIB)
-        await drive(peer.connection.notify(Touch(Keys(["a", "gone"]))), peer.stream)
-        await drive(peer.connection.notify(Touch(Keys(["a"]), read=False)), peer.stream)
-        assert mapped.log.append(encode_head(Touch(Keys(["a"])), request_id=0))
-        assert await present(peer, "a") == [True]
-        statistics = server.core.statistics()
-        assert (statistics.hits, statistics.hit_bytes, statistics.misses) == (2, 2 * KIB, 0)
+async def test_a_touch_counts_whether_it_comes_by_the_log_or_by_the_socket(server: RunningServer, peer: Peer) -> None:
+    tables = await map_tables(peer)
+    await put(peer, "a", b"x" * KIB)
+    await drive(peer.connection.notify(Touch(Keys(["a", "gone"]))), peer.stream)
+    await drive(peer.connection.notify(Touch(Keys(["a"]), read=False)), peer.stream)
+    assert tables.log.append(encode_head(Touch(Keys(["a"])), request_id=0))
+    assert await present(peer, "a") == [True]
+    statistics = server.core.statistics()
+    assert (statistics.hits, statistics.hit_bytes, statistics.misses) == (2, 2 * KIB, 0)
 
 
 async def test_a_touch_of_too_many_keys_ends_the_connection(tmp_path: Path) -> None:
@@ -150,8 +139,6 @@ async def test_a_touch_may_come_over_tcp() -> None:
         await drive(peer.connection.notify(Touch(Keys(["a"]))), peer.stream)
         assert await present(peer, "a") == [True]
         assert server.core.statistics().hits == 1
-        peer.close()
-        await server.quiet()
 
 
 async def test_where_stores_are_not_kept_in_order_there_are_no_tables(tmp_path: Path) -> None:
@@ -188,12 +175,9 @@ async def test_a_client_for_whose_table_there_is_no_memory_reads_as_if_there_wer
         assert not (await map_tables(peer)).hazards.closed
 
 
-async def test_junk_in_a_connections_memory_ends_nothing(tmp_path: Path) -> None:
-    async with serving(tmp_path) as server:
-        peer, other = await server.local_peer(), await server.local_peer()
-        mapped = await map_tables(peer)
-        mapped.log.append(b"junk" * 100)
-        mapped.hazards.add(pack_u64([2**64 - 1, 5]), pack_u64([2**64 - 1, 7]), pack_u64([0, 0]))
-        for who in (peer, other):
-            await put(who, "a", b"x" * KIB)
-            assert await present(who, "a") == [True]
+async def test_junk_in_a_connections_memory_ends_nothing(peer: Peer, other: Peer, tables: Tables) -> None:
+    tables.log.append(b"junk" * 100)
+    tables.hazards.add(pack_u64([2**64 - 1, 5]), pack_u64([2**64 - 1, 7]), pack_u64([0, 0]))
+    for who in (peer, other):
+        await put(who, "a", b"x" * KIB)
+        assert await present(who, "a") == [True]

@@ -145,10 +145,9 @@ async def test_every_request_of_the_protocol_is_answered_or_refused_on_every_con
     liveness = LivenessPipe()
     movers = [ShmMover(liveness), RdmaMover(None), InlineMover()]
     async with simulated_server() as server:
-        peer = await server.peer()
+        await server.peer()
         (session,) = server.server.sessions
         assert handled(session) == {*REPLIES, *ONE_WAY} - {Hello}
-        peer.close()
     liveness.close()
     known = {kind for mover in movers for kind in mover.requests}
     assert known <= {*REPLIES, *ONE_WAY}
@@ -299,9 +298,6 @@ async def test_an_arena_by_which_the_pool_grows_is_shown_to_every_mover(
         await peer.ask(Reserve(pack_u64([60 * KIB])))
         await other.ask(Put(Keys(["a"]), pack_u64([60 * KIB]), checksums=False), bytes(60 * KIB))
         assert made[0].arenas == len(server.core.pool.arenas) == 2
-        peer.close()
-        other.close()
-        await server.quiet()
 
 
 @pytest.mark.parametrize(

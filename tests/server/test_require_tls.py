@@ -73,7 +73,6 @@ async def test_it_is_refused_in_the_clear_and_let_in_where_nothing_leaves_the_ma
                 await store.put("key", VALUE)
                 assert await store.get("key") == VALUE
                 assert (await store.stats()).transport == scheme
-        await server.quiet()
     events = [json.loads(line) for line in log.read_text().splitlines()]
     assert [event["reason"] for event in events if event["event"] == "refused"] == [f"PermissionDenied: {TOLD}"]
 
@@ -114,9 +113,6 @@ async def test_who_must_come_over_tls_from_now_on_is_ended_in_the_clear(file: Pa
         with pytest.raises(PermissionDenied, match="alice must come over TLS"):
             await peer_of(server, "alice")
         await bob.ask(Exists(Keys(["key"])))
-        alice.close()
-        bob.close()
-        await server.quiet()
 
 
 async def test_who_comes_over_tls_already_notices_nothing(file: Path, files: Files) -> None:
@@ -129,7 +125,6 @@ async def test_who_comes_over_tls_already_notices_nothing(file: Path, files: Fil
                 write(file, text_of(alice=demanded))
                 assert await server.server.reloads.run() == []
                 assert await store.get("key") == VALUE
-        await server.quiet()
 
 
 async def manage(server: RunningServer, path: str, files: Files | None) -> Answer:

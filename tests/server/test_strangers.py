@@ -4,13 +4,14 @@ nothing.
 
 import logging
 import socket
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, AsyncIterator
 from contextlib import asynccontextmanager, suppress
 from pathlib import Path
 
 import pytest
 import trio
 import trio.testing
+from trio.testing import MockClock
 
 import infinistore
 from infinistore.errors import AuthenticationFailed, LimitExceeded, StoreUnavailable
@@ -51,13 +52,19 @@ async def has_ended(stream: Stream) -> bool:
     return ended == [True]
 
 
+@pytest.fixture
+async def server() -> AsyncIterator[RunningServer]:
+    async with simulated_server() as server:
+        yield server
+
+
 @pytest.mark.parametrize("said", [b"", HELLO[:1], HELLO[:-1]], ids=["nothing", "a byte", "nearly all of it"])
-async def test_who_has_not_said_hello_takes_no_clients_place(said: bytes, mock_clock: trio.testing.MockClock) -> None:
+async def test_who_has_not_said_hello_takes_no_clients_place(said: bytes, mock_clock: MockClock) -> None:
     """The clock stands still: nobody waits for the strangers' ten seconds."""
     async with simulated_server(make_config(max_connections=3)) as server:
         silent = await strangers(server, 40, said)
         peers = [await server.peer() for _ in range(3)]
-        over = Peer(await server.connect())
+        over = await server.stranger()
         with pytest.raises(LimitExceeded, match="--max-connections"):
             await over.hello()
         statistics = server.server.telemetry.statistics()
@@ -66,44 +73,41 @@ async def test_who_has_not_said_hello_takes_no_clients_place(said: bytes, mock_c
         assert server.core.statistics().clients == 3
         for stream in (*silent, over.stream, *(peer.stream for peer in peers)):
             stream.close()
-        await server.quiet()
 
 
-async def test_the_oldest_stranger_goes_when_there_are_too_many(mock_clock: trio.testing.MockClock) -> None:
-    async with simulated_server() as server:
-        peer = await server.peer()
-        silent = await strangers(server, MOST_STRANGERS + 3)
-        assert [await has_ended(stream) for stream in silent] == [True] * 3 + [False] * MOST_STRANGERS
-        assert isinstance(await peer.ask(Statistics()), StatisticsReply)
-        statistics = server.server.telemetry.statistics()
-        assert (statistics.strangers_open, statistics.strangers_dropped) == (MOST_STRANGERS, 3)
-        late = Peer(silent[-1])
-        await late.hello()
-        assert server.server.telemetry.statistics().strangers_open == MOST_STRANGERS - 1
-        for stream in (*silent, peer.stream):
-            stream.close()
-        await server.quiet()
+async def test_the_oldest_stranger_goes_when_there_are_too_many(
+    server: RunningServer, peer: Peer, mock_clock: MockClock
+) -> None:
+    silent = await strangers(server, MOST_STRANGERS + 3)
+    assert [await has_ended(stream) for stream in silent] == [True] * 3 + [False] * MOST_STRANGERS
+    assert isinstance(await peer.ask(Statistics()), StatisticsReply)
+    statistics = server.server.telemetry.statistics()
+    assert (statistics.strangers_open, statistics.strangers_dropped) == (MOST_STRANGERS, 3)
+    late = Peer(silent[-1])
+    await late.hello()
+    assert server.server.telemetry.statistics().strangers_open == MOST_STRANGERS - 1
+    for stream in (*silent, peer.stream):
+        stream.close()
 
 
-async def test_who_was_turned_away_and_does_not_leave_is_a_stranger_still(mock_clock: trio.testing.MockClock) -> None:
-    async with simulated_server() as server:
-        await strangers(server, MOST_STRANGERS, b"no hello at all, and longer than a header")
-        assert server.server.telemetry.statistics().errors == MOST_STRANGERS
-        peer = await server.peer()
-        assert server.server.telemetry.statistics().strangers_dropped == 1
-        peer.close()
+async def test_who_was_turned_away_and_does_not_leave_is_a_stranger_still(
+    server: RunningServer, mock_clock: MockClock
+) -> None:
+    await strangers(server, MOST_STRANGERS, b"no hello at all, and longer than a header")
+    assert server.server.telemetry.statistics().errors == MOST_STRANGERS
+    await server.peer()
+    assert server.server.telemetry.statistics().strangers_dropped == 1
 
 
-async def test_strangers_leave_with_a_server_that_drains(mock_clock: trio.testing.MockClock) -> None:
-    async with simulated_server() as server:
-        silent = await strangers(server, 5, HELLO[:40])
-        server.server.drain()
-        await server.finished.wait()
-        assert all([await has_ended(stream) for stream in silent])
+async def test_strangers_leave_with_a_server_that_drains(server: RunningServer, mock_clock: MockClock) -> None:
+    silent = await strangers(server, 5, HELLO[:40])
+    server.server.drain()
+    await server.finished.wait()
+    assert all([await has_ended(stream) for stream in silent])
 
 
 async def test_the_log_does_not_grow_with_every_stranger(
-    caplog: pytest.LogCaptureFixture, autojump_clock: trio.testing.MockClock
+    caplog: pytest.LogCaptureFixture, autojump_clock: MockClock
 ) -> None:
     caplog.set_level(logging.INFO)
     async with simulated_server() as server:
@@ -118,7 +122,7 @@ async def test_the_log_does_not_grow_with_every_stranger(
         assert sum(said) + lines >= 300  # each is in the log, or counted in the next line
 
 
-async def test_probes_are_answered_beside_strangers_while_a_server_drains(mock_clock: trio.testing.MockClock) -> None:
+async def test_probes_are_answered_beside_strangers_while_a_server_drains(mock_clock: MockClock) -> None:
     """The clock stands still: no stranger makes room because its time is over."""
     async with running_server() as server:
         peer = await server.peer()
@@ -155,7 +159,7 @@ async def listening(kind: str, folder: Path) -> AsyncGenerator[tuple[RunningServ
 
 @pytest.mark.parametrize("kind", ["IPv4", "IPv6", "unix"])
 async def test_a_client_with_little_time_is_served_beside_hundreds_of_strangers(
-    kind: str, tmp_path: Path, mock_clock: trio.testing.MockClock
+    kind: str, tmp_path: Path, mock_clock: MockClock
 ) -> None:
     """The clock stands still: no stranger makes room because its time is over."""
     async with listening(kind, tmp_path) as (server, url):
@@ -175,16 +179,13 @@ async def test_a_client_with_little_time_is_served_beside_hundreds_of_strangers(
         await server.quiet()
 
 
-async def test_a_wrong_token_takes_no_clients_place(tmp_path: Path, mock_clock: trio.testing.MockClock) -> None:
+async def test_a_wrong_token_takes_no_clients_place(tmp_path: Path, mock_clock: MockClock) -> None:
     (tmp_path / "token").write_text("right")
     config = make_config(max_connections=1, token_file=tmp_path / "token")
     async with running_server(config) as server:
-        wrong = [Peer(await server.connect()) for _ in range(10)]
+        wrong = [await server.stranger() for _ in range(10)]
         for peer in wrong:
             with pytest.raises(AuthenticationFailed):
                 await peer.hello("wrong")
-        right = Peer(await server.connect())
+        right = await server.stranger()
         await right.hello("right")
-        for peer in (*wrong, right):
-            peer.close()
-        await server.quiet()

@@ -12,6 +12,7 @@ import pytest
 import trio
 import trio.testing
 from prometheus_client.parser import text_string_to_metric_families
+from trio.testing import MockClock
 
 from infinistore.access.tenants import digest_of
 from infinistore.errors import LimitExceeded, PermissionDenied
@@ -20,7 +21,7 @@ from infinistore.protocol.messages import Exists, Get, Keys, Purge, Put
 from infinistore.server.management.metrics import METRICS, MOST_TENANTS
 from tests.monitor.made import told
 from tests.server.http_client import ask
-from tests.server.running import KIB, Peer, RunningServer, make_config, running_server, until
+from tests.server.running import KIB, Peer, RunningServer, make_config, peer_with, running_server, until
 
 TOKENS = {"ann": "ann.secret", "ben": "ben.secret", "ops": "ops.secret"}
 Serving = Callable[[str], AbstractAsyncContextManager[RunningServer]]
@@ -51,9 +52,7 @@ async def tell(server: RunningServer, path: str, token: str = TOKENS["ops"]) -> 
 
 
 async def peer_of(server: RunningServer, name: str) -> Peer:
-    peer = Peer(await server.connect())
-    await peer.hello(TOKENS[name])
-    return peer
+    return await peer_with(server, TOKENS[name])
 
 
 async def put(peer: Peer, *keys: str) -> None:
@@ -73,7 +72,7 @@ async def test_what_each_tenant_did_is_what_is_shown(serving: Serving) -> None:
             await ann.ask(Purge())
         with pytest.raises(LimitExceeded):
             await put(ann, *"vwxyz")
-        second = Peer(await server.connect())
+        second = await server.stranger()
         with pytest.raises(LimitExceeded):
             await second.hello(TOKENS["ann"])
         second.close()
@@ -93,8 +92,6 @@ async def test_pauses_are_counted(serving: Serving) -> None:
             await ann.ask(Exists(Keys(["k"])))
         while not (await tell(server, "/tenants")).json["tenants"][0]["pauses"]:
             await trio.lowlevel.checkpoint()
-        ann.close()
-        await server.quiet()
 
 
 async def test_each_metric_of_tenants_is_scraped(serving: Serving) -> None:
@@ -112,8 +109,6 @@ async def test_each_metric_of_tenants_is_scraped(serving: Serving) -> None:
                 labels = [sample.labels for sample in family.samples]
                 assert labels == ([{"tenant": "ann"}, {"tenant": "ops"}] if metric.labels else [{}])
         assert found["infinistore_tenant_used_bytes"].samples[0].value == KIB
-        ann.close()
-        await server.quiet()
 
 
 async def test_any_number_of_tenants_has_a_bounded_number_of_series(serving: Serving) -> None:
@@ -155,7 +150,7 @@ async def test_figures_go_on_after_the_last_client_has_left_an_empty_store(servi
             assert server.core.statistics().puts == rounds
 
 
-async def test_a_rate_is_not_forgotten_with_the_store(serving: Serving, mock_clock: trio.testing.MockClock) -> None:
+async def test_a_rate_is_not_forgotten_with_the_store(serving: Serving, mock_clock: MockClock) -> None:
     async with serving(entry("ann", "requests_per_s: 0.01") + OPS) as server:
         tenancy = server.server.tenancy
         assert tenancy is not None

@@ -9,6 +9,7 @@ import trio
 import trio.testing
 from hypothesis import example, given
 from hypothesis import strategies as st
+from trio.testing import MockClock
 
 import infinistore
 from infinistore.errors import LimitExceeded, PermissionDenied, ServerReplaced, StoreUnavailable
@@ -66,7 +67,7 @@ SLOW = text_of(ann={"bytes_per_s": "1KiB"}, ben={})
 @pytest.mark.parametrize("pipelined", [False, True], ids=["idle", "pipelined"])
 @pytest.mark.parametrize("transport", ["tcp", "unix", "tls"])
 async def test_a_client_that_leaves_in_a_pause_keeps_no_place(
-    serving: Serving, tmp_path: Path, transport: str, pipelined: bool, mock_clock: trio.testing.MockClock
+    serving: Serving, tmp_path: Path, transport: str, pipelined: bool, mock_clock: MockClock
 ) -> None:
     """The clock stands still: no pause is over."""
     files = issue(tmp_path) if transport == "tls" else None
@@ -76,15 +77,10 @@ async def test_a_client_that_leaves_in_a_pause_keeps_no_place(
         await put(peer, "k", 64 * KIB)
         if pipelined:
             await peer.send_head(Exists(Keys(["k"])))
-        again = await peer_of(server, "ann", transport, files)  # pauses from its first request on
-        for one in (peer, again):
-            one.close()
-        await server.quiet()
+        await peer_of(server, "ann", transport, files)  # pauses from its first request on
 
 
-async def test_who_leaves_and_comes_again_pays_all_the_same(
-    serving: Serving, mock_clock: trio.testing.MockClock
-) -> None:
+async def test_who_leaves_and_comes_again_pays_all_the_same(serving: Serving, mock_clock: MockClock) -> None:
     async with serving(SLOW) as server:
         peer = await peer_of(server, "ann")
         await put(peer, "k", 64 * KIB)
@@ -102,7 +98,7 @@ async def test_who_leaves_and_comes_again_pays_all_the_same(
 
 @pytest.mark.parametrize("limits", [{}, {"bytes_per_s": "1GiB"}, {"requests_per_s": "100"}], ids=str)
 async def test_new_rates_hold_for_a_session_that_pauses(
-    serving: Serving, tmp_path: Path, limits: dict[str, str], autojump_clock: trio.testing.MockClock
+    serving: Serving, tmp_path: Path, limits: dict[str, str], autojump_clock: MockClock
 ) -> None:
     async with serving(SLOW) as server, trio.open_nursery() as nursery:
         peer = await peer_of(server, "ann", "unix")
@@ -145,9 +141,6 @@ async def test_a_tenant_has_the_connections_that_the_file_gives_it(serving: Serv
         assert server.server.sessions.refused == 1
         await reload(server, tmp_path, text_of(ann={"max_connections": "3"}, ben={}))
         peers.append(await peer_of(server, "ann"))
-        for peer in peers:
-            peer.close()
-        await server.quiet()
 
 
 class Visitor:

@@ -4,7 +4,7 @@ changes, over real sockets.
 
 import mmap
 import os
-from contextlib import AsyncExitStack
+from collections.abc import AsyncIterator
 from functools import partial
 from operator import gt
 from pathlib import Path
@@ -37,11 +37,11 @@ from infinistore.protocol.messages import (
 from infinistore.server.composition import run_server
 from infinistore.server.session.requests import OF_OPERATORS, ROLES, refusals
 from infinistore.tenant_limits import TenantLimits
-from infinistore.transports.sockets.trio_streams import connect_tcp, connect_unix
+from infinistore.transports.base import drive
 from infinistore.transports.tls.session import TlsSession, client_context
 from infinistore.transports.tls.trio_stream import TlsStream
 from tests.server.http_client import Answer, ask
-from tests.server.running import Peer, RunningServer, make_config, running_server, until
+from tests.server.running import Peer, RunningServer, make_config, peer_with, running_server, until
 from tests.transports.certificates import issue
 
 TOKENS = {name: make_token(name, os.urandom) for name in ("alice", "bob", "ops")}
@@ -69,6 +69,12 @@ def file(tmp_path: Path) -> Path:
     return path
 
 
+@pytest.fixture
+async def server(file: Path) -> AsyncIterator[RunningServer]:
+    async with running_server(make_config(tenants=file)) as server:
+        yield server
+
+
 def write(path: Path, text: str | None) -> None:
     """Replace the file; None removes it."""
     path.unlink(missing_ok=True)
@@ -77,10 +83,8 @@ def write(path: Path, text: str | None) -> None:
         path.chmod(0o600)
 
 
-async def peer_of(server: RunningServer, name: str) -> Peer:
-    peer = Peer(await server.connect())
-    await peer.hello(TOKENS[name])
-    return peer
+async def peer_of(server: RunningServer, name: str, transport: str = "tcp") -> Peer:
+    return await peer_with(server, TOKENS[name], transport)
 
 
 def put_of(key: str) -> Put:
@@ -112,34 +116,28 @@ def test_no_role_lets_a_tenant_take_the_whole_server_over() -> None:
     assert set(refusals(identity)) == OF_OPERATORS
 
 
-async def test_only_a_tenant_is_let_in_and_what_it_calls_itself_does_not_count(file: Path) -> None:
-    async with running_server(make_config(tenants=file)) as server:
-        alice = await peer_of(server, "alice")
-        assert isinstance(await put(alice, "k"), PutReply)
-        for name, token in [
-            ("alice", ""),
-            (TOKENS["alice"], ""),
-            ("alice", "bob." + TOKENS["alice"].partition(".")[2]),
-        ]:
-            stranger = Peer(await server.connect())
-            with pytest.raises(AuthenticationFailed):
-                await stranger.ask(Hello(name=name[:64], token=token))
-            stranger.close()
-        alice.close()
-        await server.quiet()
+async def test_only_a_tenant_is_let_in_and_what_it_calls_itself_does_not_count(server: RunningServer) -> None:
+    alice = await peer_of(server, "alice")
+    assert isinstance(await put(alice, "k"), PutReply)
+    for name, token in [
+        ("alice", ""),
+        (TOKENS["alice"], ""),
+        ("alice", "bob." + TOKENS["alice"].partition(".")[2]),
+    ]:
+        stranger = await server.stranger()
+        with pytest.raises(AuthenticationFailed):
+            await stranger.ask(Hello(name=name[:64], token=token))
+        stranger.close()
 
 
-async def test_a_request_without_its_role_is_refused_and_the_connection_goes_on(file: Path) -> None:
-    async with running_server(make_config(tenants=file)) as server:
-        bob = await peer_of(server, "bob")
-        with pytest.raises(PermissionDenied, match="Put needs the role write, and tenant bob has read;"):
-            await put(bob, "k")
-        for request in (Purge(), Evict(0.0, 0.0), Statistics()):
-            with pytest.raises(PermissionDenied, match=f"{type(request).__name__} needs the role"):
-                await bob.ask(request)
-        await bob.ask(Exists(Keys(["k"])))
-        bob.close()
-        await server.quiet()
+async def test_a_request_without_its_role_is_refused_and_the_connection_goes_on(server: RunningServer) -> None:
+    bob = await peer_of(server, "bob")
+    with pytest.raises(PermissionDenied, match="Put needs the role write, and tenant bob has read;"):
+        await put(bob, "k")
+    for request in (Purge(), Evict(0.0, 0.0), Statistics()):
+        with pytest.raises(PermissionDenied, match=f"{type(request).__name__} needs the role"):
+            await bob.ask(request)
+    await bob.ask(Exists(Keys(["k"])))
 
 
 async def test_who_may_only_read_maps_the_pool_for_reading_and_who_may_not_read_maps_nothing(
@@ -150,13 +148,9 @@ async def test_who_may_only_read_maps_the_pool_for_reading_and_who_may_not_read_
     write(file, f"groups: {{team: 64KiB}}\ntenants:\n{alice}{bob}")
     async with running_server(make_config(tenants=file, unix_socket=str(tmp_path / "s"))) as server:
         for name, arenas in [("bob", 1), ("alice", 0)]:
-            peer = Peer(await connect_unix(str(server.unix_path)))
-            await peer.hello(TOKENS[name])
-            reply = await peer.ask(MapArenas())
+            reply = await (await peer_of(server, name, "unix")).ask(MapArenas())
             assert isinstance(reply, MapArenasReply)
             assert (len(reply.lengths), reply.writable) == (arenas, False)
-            peer.close()
-        await server.quiet()
 
 
 @pytest.mark.parametrize("order", [("bob", "alice"), ("alice", "bob")], ids="-".join)
@@ -183,76 +177,60 @@ async def test_who_may_only_read_cannot_map_for_writing_and_keeps_nobody_else_fr
         async with open_store(url, token=TOKENS["alice"]) as alice:
             await alice.put("k", value)
             assert await alice.get("k") == value
-        stream = await connect_unix(str(server.unix_path))
-        peer = Peer(stream)
-        await peer.hello(TOKENS["bob"])
-        await peer.send_head(MapArenas())
+        peer = await peer_of(server, "bob", "unix")
         descriptors: list[int] = []
-        await stream.receive_descriptors([memoryview(bytearray(4096))], descriptors)
+        await drive(peer.connection.request(MapArenas(), descriptors=descriptors), peer.stream)
         try:
             with pytest.raises(PermissionError):
                 mmap.mmap(descriptors[0], 4096, mmap.MAP_SHARED, mmap.PROT_READ | mmap.PROT_WRITE)
         finally:
             for descriptor in descriptors:
                 os.close(descriptor)
-        peer.close()
-        await server.quiet()
 
 
 async def reload(server: RunningServer) -> Answer:
     return await manage(server, "POST", "/reload", "ops")
 
 
-async def test_a_revoked_token_ends_its_sessions_and_others_notice_nothing(file: Path) -> None:
-    async with running_server(make_config(tenants=file)) as server:
-        alice, bob = await peer_of(server, "alice"), await peer_of(server, "bob")
-        busy = await peer_of(server, "alice")
-        await busy.send_head(put_of("half"), payload_bytes=len(VALUE))  # in the middle of a request
-        write(file, everybody(alice=entry("alice", make_token("alice", os.urandom))))
-        assert (await reload(server)).json == {"status": "ok"}
-        with pytest.raises(InfiniStoreException):  # told why, unless the connection is gone first
-            await alice.ask(Exists(Keys(["k"])))
-        while await busy.stream.receive_into([memoryview(bytearray(4096))]):
-            pass
-        again = Peer(await server.connect())
-        with pytest.raises(AuthenticationFailed, match="was revoked"):
-            await again.hello(TOKENS["alice"])
-        await bob.ask(Get(Keys(["k"]), pack_u64()))
-        for peer in (alice, bob, busy, again):
-            peer.close()
-        await server.quiet()
-
-
-async def test_an_idle_session_is_told_that_its_tenant_was_removed(file: Path) -> None:
-    async with running_server(make_config(tenants=file)) as server:
-        bob = await peer_of(server, "bob")
-        write(file, everybody(bob=""))
-        await reload(server)
-        with pytest.raises(AuthenticationFailed, match="revoked, or its tenant removed"):
-            await bob.ask(Exists(Keys(["k"])))
-        bob.close()
-        await server.quiet()
-
-
-async def test_roles_change_for_open_sessions(file: Path) -> None:
-    async with running_server(make_config(tenants=file)) as server:
-        alice, bob = await peer_of(server, "alice"), await peer_of(server, "bob")
-        write(
-            file,
-            everybody(
-                alice=entry("alice", TOKENS["alice"], roles="[read]"), bob=entry("bob", TOKENS["bob"], roles="[write]")
-            ),
-        )
-        await reload(server)
-        assert isinstance(await put(bob, "k"), PutReply)
-        with pytest.raises(PermissionDenied):
-            await put(alice, "k")
-        with pytest.raises(PermissionDenied):
-            await bob.ask(Exists(Keys(["k"])))
+async def test_a_revoked_token_ends_its_sessions_and_others_notice_nothing(server: RunningServer, file: Path) -> None:
+    alice, bob = await peer_of(server, "alice"), await peer_of(server, "bob")
+    busy = await peer_of(server, "alice")
+    await busy.send_head(put_of("half"), payload_bytes=len(VALUE))  # in the middle of a request
+    write(file, everybody(alice=entry("alice", make_token("alice", os.urandom))))
+    assert (await reload(server)).json == {"status": "ok"}
+    with pytest.raises(InfiniStoreException):  # told why, unless the connection is gone first
         await alice.ask(Exists(Keys(["k"])))
-        alice.close()
-        bob.close()
-        await server.quiet()
+    while await busy.stream.receive_into([memoryview(bytearray(4096))]):
+        pass
+    again = await server.stranger()
+    with pytest.raises(AuthenticationFailed, match="was revoked"):
+        await again.hello(TOKENS["alice"])
+    await bob.ask(Get(Keys(["k"]), pack_u64()))
+
+
+async def test_an_idle_session_is_told_that_its_tenant_was_removed(server: RunningServer, file: Path) -> None:
+    bob = await peer_of(server, "bob")
+    write(file, everybody(bob=""))
+    await reload(server)
+    with pytest.raises(AuthenticationFailed, match="revoked, or its tenant removed"):
+        await bob.ask(Exists(Keys(["k"])))
+
+
+async def test_roles_change_for_open_sessions(server: RunningServer, file: Path) -> None:
+    alice, bob = await peer_of(server, "alice"), await peer_of(server, "bob")
+    write(
+        file,
+        everybody(
+            alice=entry("alice", TOKENS["alice"], roles="[read]"), bob=entry("bob", TOKENS["bob"], roles="[write]")
+        ),
+    )
+    await reload(server)
+    assert isinstance(await put(bob, "k"), PutReply)
+    with pytest.raises(PermissionDenied):
+        await put(alice, "k")
+    with pytest.raises(PermissionDenied):
+        await bob.ask(Exists(Keys(["k"])))
+    await alice.ask(Exists(Keys(["k"])))
 
 
 @pytest.mark.parametrize(
@@ -266,19 +244,16 @@ async def test_roles_change_for_open_sessions(file: Path) -> None:
     ids=["line 4", "empty", "twice", "missing"],
 )
 async def test_a_file_that_cannot_be_used_changes_nothing(
-    broken: str | None, file: Path, caplog: pytest.LogCaptureFixture
+    server: RunningServer, broken: str | None, file: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    async with running_server(make_config(tenants=file)) as server:
-        alice = await peer_of(server, "alice")
-        write(file, broken)
-        answer = await reload(server)
-        assert answer.status == 409
-        assert answer.json["error"].startswith(str(file))
-        assert "the tenants stay as they were" in caplog.text
-        await alice.ask(Exists(Keys(["k"])))
-        (await peer_of(server, "bob")).close()
-        alice.close()
-        await server.quiet()
+    alice = await peer_of(server, "alice")
+    write(file, broken)
+    answer = await reload(server)
+    assert answer.status == 409
+    assert answer.json["error"].startswith(str(file))
+    assert "the tenants stay as they were" in caplog.text
+    await alice.ask(Exists(Keys(["k"])))
+    (await peer_of(server, "bob")).close()
 
 
 def all_have_gone_on(counts: list[int], before: list[int]) -> bool:
@@ -328,29 +303,23 @@ async def test_the_management_api_wants_an_operator_with_the_role(file: Path) ->
         assert (await manage(server, "POST", "/purge", "ops")).json == {"status": "ok", "num": 0}
 
 
-async def test_the_self_test_comes_as_the_operator_who_asked(file: Path) -> None:
-    async with running_server(make_config(tenants=file)) as server:
-        assert (await manage(server, "POST", "/selftest", "ops")).json["status"] == "ok"
-        assert (await manage(server, "GET", "/selftest", "ops")).json["status"] == "ok"
+async def test_the_self_test_comes_as_the_operator_who_asked(server: RunningServer) -> None:
+    assert (await manage(server, "POST", "/selftest", "ops")).json["status"] == "ok"
+    assert (await manage(server, "GET", "/selftest", "ops")).json["status"] == "ok"
 
 
 async def test_the_user_of_a_unix_socket_names_the_tenant(file: Path, tmp_path: Path) -> None:
     write(file, everybody(alice=entry("alice", uids=f"[{os.getuid()}]", roles="[read]")))
     async with running_server(make_config(tenants=file, unix_socket=str(tmp_path / "s"))) as server:
-        peer = Peer(await connect_unix(str(server.unix_path)))
-        await peer.hello()
+        peer = await server.local_peer()
         with pytest.raises(PermissionDenied, match="tenant alice"):
             await put(peer, "k")
-        stranger = await server.connect()  # over TCP, nobody says who that is
         with pytest.raises(AuthenticationFailed, match="nothing says which one"):
-            await Peer(stranger).hello()
+            await server.peer()  # over TCP, nobody says who that is
         write(file, everybody(alice=""))
         await reload(server)
         with pytest.raises(AuthenticationFailed):
             await peer.ask(Exists(Keys(["k"])))
-        peer.close()
-        stranger.close()
-        await server.quiet()
 
 
 async def test_a_client_certificate_names_the_tenant(file: Path, tmp_path: Path) -> None:
@@ -358,16 +327,11 @@ async def test_a_client_certificate_names_the_tenant(file: Path, tmp_path: Path)
     mine = issue(tmp_path, "worker.example", ca="clients", stem="client")
     write(file, everybody(alice=entry("alice", certificates="[DNS:Worker.example]", roles="[read]")))
     config = make_config(tenants=file, tls_cert=files.cert, tls_key=files.key, tls_client_ca=mine.ca)
-    async with AsyncExitStack() as stack:
-        server = await stack.enter_async_context(running_server(config))
-        context = client_context(files.ca, mine.cert, mine.key)
-        inner = await connect_tcp("127.0.0.1", server.server.addresses.port)
-        peer = Peer(TlsStream(inner, TlsSession(context, "the server", host_name="127.0.0.1")))
-        await peer.hello()
+    async with running_server(config) as server:
+        session = TlsSession(client_context(files.ca, mine.cert, mine.key), "the server", host_name="127.0.0.1")
+        peer = await server.greet(TlsStream(await server.connect(), session))
         with pytest.raises(PermissionDenied, match="tenant alice"):
             await put(peer, "k")
-        peer.close()
-        await server.quiet()
 
 
 @pytest.mark.parametrize(

@@ -63,7 +63,6 @@ async def test_a_handshake_that_goes_nowhere_has_a_strangers_place_only(tmp_path
         peer.stream.close()
         for stream in silent:
             stream.close()
-        await server.quiet()
 
 
 async def test_a_signal_loads_the_certificate_again_and_open_connections_stay(tmp_path: Path) -> None:
@@ -101,7 +100,6 @@ async def test_the_management_api_loads_the_certificate_again_as_the_signal_does
         await again.hello()
         for peer in (old, new, again):
             peer.close()
-        await server.quiet()
     noted = [one for one in map(json.loads, log.read_text().splitlines()) if one["event"] == "reload"]
     assert [(one["ok"], one["certificate"]) for one in noted] == [(True, str(files.cert)), (False, str(files.cert))]
     assert "does not fit the key" in noted[1]["problem"]
