@@ -3,8 +3,8 @@
 import json
 import logging
 import os
-from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager, suppress
+from collections.abc import AsyncIterator, Callable, Iterator
+from contextlib import ExitStack, asynccontextmanager, contextmanager, suppress
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -21,7 +21,7 @@ from tests.cluster_io.etcd import Etcd
 from tests.server.etcd_keys import delete as delete_key
 from tests.server.etcd_keys import needs_etcd
 from tests.server.etcd_keys import put as put_key
-from tests.server.running import Peer, RunningServer, make_config, running_server, until
+from tests.server.running import RunningServer, make_config, running_server, until
 from tests.server.test_tenants import TOKENS, everybody, manage, peer_of, put, reload, write
 
 
@@ -37,7 +37,7 @@ def lines(path: Path) -> list[dict[str, Any]]:
 
 
 async def refuse(server: RunningServer, token: str) -> None:
-    stranger = Peer(await server.connect())
+    stranger = await server.stranger()
     with pytest.raises(AuthenticationFailed):
         await stranger.hello(token)
     stranger.close()
@@ -60,9 +60,6 @@ async def test_it_says_who_came_who_was_refused_and_what_was_administered_and_no
         await manage(server, "POST", "/purge", "ops")
         write(file, everybody(bob=""))
         await reload(server)
-        for peer in (alice, ops):
-            peer.close()
-        await server.quiet()
     noted = lines(log)
     assert all(one.pop("time") for one in noted)
     origin = noted[0].pop("origin")
@@ -82,6 +79,16 @@ async def test_it_says_who_came_who_was_refused_and_what_was_administered_and_no
     assert log.stat().st_mode & 0o777 == 0o600
 
 
+@asynccontextmanager
+async def noting(path: Path) -> AsyncIterator[AuditLog]:
+    """A log without a server, which writes until the block is left."""
+    audit = AuditLog(str(path))
+    async with trio.open_nursery() as nursery:
+        nursery.start_soon(audit.run)
+        yield audit
+        nursery.cancel_scope.cancel()
+
+
 def has_lines(path: Path, count: int) -> bool:
     return len(lines(path)) == count
 
@@ -92,17 +99,13 @@ async def test_what_a_cluster_asks_of_its_node_is_noted(etcd: Etcd, tmp_path: Pa
     config = make_config(cluster=etcd.url_of("noted"), node_id="a", audit_log=str(log))
 
     async with running_server(config) as server:
-        peer = Peer(await server.connect())
-        await peer.hello()
-        await put(peer, "a-prompt")
+        await put(await server.peer(), "a-prompt")
         seen = server.server.telemetry.cluster
         assert seen is not None
         await until(lambda: seen().registration == "registered")
         for count, (change, key) in enumerate(((put_key, "purge"), (put_key, "drains/a"), (delete_key, "drains/a")), 2):
             await change(etcd, f"/infinistore/noted/{key}")
             await until(partial(has_lines, log, count))
-        peer.close()
-        await server.quiet()
     noted = [{key: value for key, value in one.items() if key != "time"} for one in lines(log)[1:]]
     assert noted == [
         {"event": "purge", "origin": "cluster", "count": 1},
@@ -126,9 +129,6 @@ async def test_one_tenant_cannot_hide_what_is_denied_to_another(file: Path, tmp_
                 await alice.ask(Purge())
         with pytest.raises(PermissionDenied):
             await put(bob, "k")
-        for peer in (alice, bob):
-            peer.close()
-        await server.quiet()
     denied = [one for one in lines(log) if one["event"] == "denied"]
     assert len(denied) < 200
     assert [one["request"] for one in denied if one["tenant"] == "bob"] == ["Put"]
@@ -153,9 +153,7 @@ def is_lost(audit: AuditLog, count: int) -> bool:
 async def test_what_was_lost_is_counted_when_there_is_room_again(tmp_path: Path) -> None:
     place = tmp_path / "audit"
     place.symlink_to("/dev/full")
-    audit = AuditLog(str(place))
-    async with trio.open_nursery() as nursery:
-        nursery.start_soon(audit.run)
+    async with noting(place) as audit:
         for count in range(1, 4):
             audit.note("login")
             await until(partial(is_lost, audit, count))
@@ -163,7 +161,6 @@ async def test_what_was_lost_is_counted_when_there_is_room_again(tmp_path: Path)
         assert await audit.reopen() == ""
         audit.note("login")
         await until(lambda: len(lines(place)) == 2)
-        nursery.cancel_scope.cancel()
     noted = lines(place)
     assert [one["event"] for one in noted] == ["lost", "login"]
     assert noted[0]["count"] == 3
@@ -195,16 +192,13 @@ async def test_a_file_that_hangs_has_one_thread_however_much_is_noted(tmp_path: 
     place = tmp_path / "audit"
     threads = trio.to_thread.current_default_thread_limiter()
     with hanging(place) as read:
-        audit = AuditLog(str(place))
-        async with trio.open_nursery() as nursery:
-            nursery.start_soon(audit.run)
+        async with noting(place) as audit:
             for count in range(1, 4):
                 audit.note("login")
                 await until(partial(has_lost, audit, mock_clock, count))
             assert threads.borrowed_tokens + audit.threads == 1
             read()
             await until(lambda: not threads.borrowed_tokens + audit.threads)
-            nursery.cancel_scope.cancel()
 
 
 async def test_who_opens_another_file_than_one_that_hangs_has_lines_there(
@@ -212,9 +206,7 @@ async def test_who_opens_another_file_than_one_that_hangs_has_lines_there(
 ) -> None:
     place = tmp_path / "audit"
     with hanging(place):
-        audit = AuditLog(str(place))
-        async with trio.open_nursery() as nursery:
-            nursery.start_soon(audit.run)
+        async with noting(place) as audit:
             audit.note("login")
             await until(partial(has_lost, audit, mock_clock, 1))
             place.rename(tmp_path / "hangs")
@@ -222,16 +214,13 @@ async def test_who_opens_another_file_than_one_that_hangs_has_lines_there(
             audit.note("denied")
             await until(lambda: has_lines(place, 2))
             assert [one["event"] for one in lines(place)] == ["lost", "denied"]
-            nursery.cancel_scope.cancel()
 
 
 async def test_of_files_that_hang_two_have_a_thread(tmp_path: Path, mock_clock: MockClock) -> None:
     place = tmp_path / "audit"
     with ExitStack() as files:
         reads = [files.enter_context(hanging(place))]
-        audit = AuditLog(str(place))
-        async with trio.open_nursery() as nursery:
-            nursery.start_soon(audit.run)
+        async with noting(place) as audit:
             for count in range(1, 5):
                 audit.note("login")
                 await until(partial(has_lost, audit, mock_clock, count))
@@ -246,18 +235,14 @@ async def test_of_files_that_hang_two_have_a_thread(tmp_path: Path, mock_clock: 
             audit.note("denied")
             await until(lambda: has_lines(place, 2))
             assert [one["event"] for one in lines(place)] == ["lost", "denied"]
-            nursery.cancel_scope.cancel()
 
 
 async def test_a_flood_is_summed_up_at_the_latest_at_the_end(tmp_path: Path) -> None:
     log = tmp_path / "audit"
-    audit = AuditLog(str(log))
-    audit.clock = stopped
-    async with trio.open_nursery() as nursery:
-        nursery.start_soon(audit.run)
+    async with noting(log) as audit:
+        audit.clock = stopped
         for _ in range(10_000):
             audit.note("refused")
-        nursery.cancel_scope.cancel()
     noted = lines(log)
     assert len(noted) < 1_000
     assert sum(one.get("left_out", 1) for one in noted) == 10_000
@@ -265,17 +250,14 @@ async def test_a_flood_is_summed_up_at_the_latest_at_the_end(tmp_path: Path) -> 
 
 async def test_a_flood_that_goes_on_is_summed_up_now_and_then(tmp_path: Path, mock_clock: MockClock) -> None:
     log = tmp_path / "audit"
-    audit = AuditLog(str(log))
-    audit.clock = stopped
-    async with trio.open_nursery() as nursery:
-        nursery.start_soon(audit.run)
+    async with noting(log) as audit:
+        audit.clock = stopped
         for _ in range(1000):
             audit.note("refused")
         await until(lambda: lines(log) and not audit.threads)
         assert len(lines(log)) < 500
         mock_clock.jump(10)
         await until(lambda: sum(one.get("left_out", 1) for one in lines(log)) == 1000)
-        nursery.cancel_scope.cancel()
 
 
 async def test_a_log_that_cannot_be_opened_stops_the_start(tmp_path: Path) -> None:
@@ -294,8 +276,7 @@ async def test_an_application_hears_of_events_by_its_own_handler(file: Path) -> 
     AUDIT_LOGGER.addHandler(handler)
     try:
         async with running_server(make_config(tenants=file)) as server:
-            (await peer_of(server, "alice")).close()
-            await server.quiet()
+            await peer_of(server, "alice")
     finally:
         AUDIT_LOGGER.removeHandler(handler)
     assert [one["event"] for one in heard] == ["login"]

@@ -5,8 +5,9 @@ none, and the log says why.
 import logging
 import os
 import struct
-from collections.abc import AsyncGenerator, Iterator, Sequence
+from collections.abc import AsyncGenerator, Callable, Iterator, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -111,18 +112,14 @@ async def there(config: ServerConfig, keeper: Keeper, **settings: Any) -> int:
         return await count(store)
 
 
-async def test_the_next_run_has_all_blocks_and_so_has_the_one_after(config: ServerConfig, keeper: Keeper) -> None:
-    await fill(config, keeper)
+@pytest.mark.parametrize("allocator", ["bitmap", "slab"])
+async def test_the_next_run_has_all_blocks_and_so_has_the_one_after(
+    config: ServerConfig, keeper: Keeper, allocator: str
+) -> None:
+    await fill(config, keeper, allocator=allocator)
     assert has_socket(config)
     for _ in range(2):
-        assert await there(config, keeper) == len(KEYS)
-    keeper.forget()
-
-
-async def test_slabs_are_kept(config: ServerConfig, keeper: Keeper) -> None:
-    await fill(config, keeper, allocator="slab")
-    assert await there(config, keeper, allocator="slab") == len(KEYS)
-    keeper.forget()
+        assert await there(config, keeper, allocator=allocator) == len(KEYS)
 
 
 async def test_without_a_service_manager_that_keeps_nothing_is_left(config: ServerConfig) -> None:
@@ -132,31 +129,8 @@ async def test_without_a_service_manager_that_keeps_nothing_is_left(config: Serv
     assert not has_socket(config)
 
 
-@pytest.mark.parametrize(
-    ("name", "reason"),
-    [
-        ("state", "the last run of the service did not end in order"),
-        ("arena-0", "arena 0 was not kept; raise FileDescriptorStoreMax="),
-        ("lifeline", "the end of the last run cannot be seen"),
-    ],
-)
-async def test_what_is_not_whole_is_dropped(
-    config: ServerConfig, keeper: Keeper, name: str, reason: str, caplog: pytest.LogCaptureFixture
-) -> None:
-    await fill(config, keeper)
-    keeper.lose(name)
-    assert await there(config, keeper) == 0
-    assert reasons(caplog) == [("the cache starts empty", reason)]
-
-
 def has_socket(config: ServerConfig) -> bool:
     return Path(config.unix_socket).exists()
-
-
-def damage(descriptor: int, place: int) -> None:
-    with open(f"/proc/self/fd/{descriptor}", "r+b") as file:
-        file.seek(place)
-        file.write(b"damage")
 
 
 def reasons(caplog: pytest.LogCaptureFixture) -> list[tuple[str, str]]:
@@ -164,46 +138,48 @@ def reasons(caplog: pytest.LogCaptureFixture) -> list[tuple[str, str]]:
     return [(record.message, vars(record)["reason"]) for record in found]
 
 
-@pytest.mark.parametrize("place", [0, 8, 20, 100])
-async def test_a_torn_state_is_dropped(
-    config: ServerConfig, keeper: Keeper, place: int, caplog: pytest.LogCaptureFixture
-) -> None:
-    await fill(config, keeper)
-    os.pwrite(keeper.next["infinistore-state"], b"\xff", place)
-    assert await there(config, keeper) == 0
-    ((message, reason),) = reasons(caplog)
-    assert message == "the cache starts empty"
-    assert reason.startswith("what the last run said of its pool cannot be read: it ")
+def write_state(data: bytes, place: int, keeper: Keeper) -> None:
+    os.pwrite(keeper.next["infinistore-state"], data, place)
 
 
-async def test_a_state_of_a_newer_format_is_dropped_and_the_log_says_which(
-    config: ServerConfig, keeper: Keeper, caplog: pytest.LogCaptureFixture
-) -> None:
-    await fill(config, keeper)
-    os.pwrite(keeper.next["infinistore-state"], struct.pack("=Q", FORMAT + 1), 8)
-    assert await there(config, keeper) == 0
-    ((message, reason),) = reasons(caplog)
-    assert message == "the cache starts empty"
-    assert reason.endswith(f"it has format {FORMAT + 1}, and this release reads format 2 or {FORMAT}")
-
-
-async def test_an_arena_that_is_another_file_is_dropped(
-    config: ServerConfig, keeper: Keeper, caplog: pytest.LogCaptureFixture
-) -> None:
-    await fill(config, keeper)
+def replace_arena(keeper: Keeper) -> None:
     keeper.lose("arena-0")
     keeper.next["infinistore-arena-0"] = os.memfd_create("other")
+
+
+UNREADABLE = "what the last run said of its pool cannot be read: it "
+NEWER = f"it has format {FORMAT + 1}, and this release reads format 2 or {FORMAT}"
+HARM: dict[str, tuple[Callable[[Keeper], None], str]] = {
+    "no state": (lambda keeper: keeper.lose("state"), "the last run of the service did not end in order"),
+    "no arena": (lambda keeper: keeper.lose("arena-0"), "arena 0 was not kept; raise FileDescriptorStoreMax="),
+    "no lifeline": (lambda keeper: keeper.lose("lifeline"), "the end of the last run cannot be seen"),
+    **{f"torn at {place}": (partial(write_state, b"\xff", place), UNREADABLE) for place in (0, 8, 20, 100)},
+    "a newer format": (partial(write_state, struct.pack("=Q", FORMAT + 1), 8), NEWER),
+    "another file": (replace_arena, "is not one of"),
+}
+
+
+@pytest.mark.parametrize(("harm", "says"), HARM.values(), ids=HARM)
+async def test_what_is_not_whole_is_dropped_and_the_log_says_why(
+    config: ServerConfig,
+    keeper: Keeper,
+    harm: Callable[[Keeper], None],
+    says: str,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    await fill(config, keeper)
+    harm(keeper)
     assert await there(config, keeper) == 0
     ((message, reason),) = reasons(caplog)
     assert message == "the cache starts empty"
-    assert "is not one of" in reason
+    assert says in reason
 
 
 async def test_a_damaged_block_is_dropped_and_the_others_are_served(config: ServerConfig, keeper: Keeper) -> None:
     await fill(config, keeper)
     descriptor = keeper.next["infinistore-arena-0"]
     at = os.pread(descriptor, 1 << 20, 0).index(BLOCK)
-    damage(descriptor, at + 100)
+    os.pwrite(descriptor, b"damage", at + 100)
     assert await there(config, keeper) == len(KEYS) - 1
 
 
@@ -227,7 +203,6 @@ async def test_other_settings(
     assert await there(config, keeper, **change) == kept
     assert says in "".join(reason for _, reason in reasons(caplog)[:1])
     assert bool(says) == bool(reasons(caplog))
-    keeper.forget()
 
 
 async def test_an_allocator_that_places_all_blocks_itself(
@@ -260,15 +235,14 @@ async def test_a_service_manager_that_does_not_answer(config: ServerConfig, capl
     assert not has_socket(config)
 
 
-@pytest.mark.parametrize(("change", "says"), [({"shm_writes": "off"}, "--shm-writes off")])
 async def test_a_server_that_cannot_keep_its_cache_says_so(
-    config: ServerConfig, keeper: Keeper, change: dict[str, Any], says: str, caplog: pytest.LogCaptureFixture
+    config: ServerConfig, keeper: Keeper, caplog: pytest.LogCaptureFixture
 ) -> None:
-    await fill(config, keeper, **change)
+    await fill(config, keeper, shm_writes="off")
     assert not keeper.next
     ((message, reason),) = reasons(caplog)
     assert message == "the cache is not kept for the next run"
-    assert says in reason
+    assert "--shm-writes off" in reason
 
 
 @pytest.mark.parametrize("most", [6, 50])
@@ -314,4 +288,3 @@ async def test_a_disk_below_it_is_closed_and_opened_again(config: ServerConfig, 
     with_disk = attrs.evolve(config, disks=(DiskPlace(tmp_path / "disk", 64 << 20),))
     await fill(with_disk, keeper)
     assert await there(with_disk, keeper) == len(KEYS)
-    keeper.forget()

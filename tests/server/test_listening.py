@@ -18,15 +18,14 @@ from infinistore.protocol.messages import Keys, Put, PutReply, Statistics, Stati
 from infinistore.server import serve
 from infinistore.transports.sockets.trio_streams import connect_tcp, connect_unix, listen_tcp
 from tests.server.other_users import connect_as, needs_root
-from tests.server.running import KIB, Peer, make_config, running_server, until
+from tests.server.running import KIB, Peer, make_config, peer_with, running_server, until
 
 
 async def test_a_port_in_use_is_refused_and_named() -> None:
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]
-        with pytest.RaisesGroup(pytest.RaisesExc(ConfigError, match=f"port {port}.*in use.*--service-port")):
-            async with trio.open_nursery() as nursery:
-                nursery.start_soon(serve, make_config(service_port=port))
+        with pytest.raises(ConfigError, match=f"port {port}.*in use.*--service-port"):
+            await serve(make_config(service_port=port))
 
 
 def test_a_port_that_is_free_at_one_address_of_a_name_only_is_not_chosen(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -53,15 +52,13 @@ def test_a_port_that_is_free_at_one_address_of_a_name_only_is_not_chosen(monkeyp
 
 @pytest.mark.parametrize("host", ["192.0.2.1", "name.invalid", "..", "a" * 300])
 async def test_an_address_that_is_not_this_machines_is_refused(host: str) -> None:
-    with pytest.RaisesGroup(pytest.RaisesExc(ConfigError, match="--host")):
-        async with trio.open_nursery() as nursery:
-            nursery.start_soon(serve, make_config(host=host, insecure=True))
+    with pytest.raises(ConfigError, match="--host"):
+        await serve(make_config(host=host, insecure=True))
 
 
 async def test_a_pool_larger_than_the_machine_is_refused_before_anybody_is_served() -> None:
-    with pytest.RaisesGroup(OutOfMemory):
-        async with trio.open_nursery() as nursery:
-            nursery.start_soon(serve, make_config(prealloc_bytes=1 << 49, max_value_bytes=1 * KIB))
+    with pytest.raises(OutOfMemory):
+        await serve(make_config(prealloc_bytes=1 << 49, max_value_bytes=1 * KIB))
 
 
 async def test_localhost_is_served_on_each_of_its_addresses_at_one_port() -> None:
@@ -69,19 +66,13 @@ async def test_localhost_is_served_on_each_of_its_addresses_at_one_port() -> Non
         addresses = server.server.addresses
         assert {port for _, port in addresses.tcp} == {addresses.port}
         for host, port in addresses.tcp:
-            peer = Peer(await connect_tcp(host, port))
-            await peer.hello()
-            peer.close()
-        await server.quiet()
+            await server.greet(await connect_tcp(host, port))
 
 
 async def test_an_empty_host_listens_everywhere(tmp_path: Path) -> None:
     (tmp_path / "token").write_text("secret")
     async with running_server(make_config(host="0.0.0.0", token_file=tmp_path / "token")) as server:
-        peer = Peer(await connect_tcp("127.0.0.1", server.server.addresses.port))
-        await peer.hello("secret")
-        peer.close()
-        await server.quiet()
+        await peer_with(server, "secret")
 
 
 # Unix sockets
@@ -89,10 +80,6 @@ async def test_an_empty_host_listens_everywhere(tmp_path: Path) -> None:
 
 def mode(path: Path) -> int:
     return stat.S_IMODE(path.stat().st_mode)
-
-
-def group_of(path: Path) -> int:
-    return path.stat().st_gid
 
 
 async def test_only_this_user_may_open_the_unix_socket(tmp_path: Path) -> None:
@@ -106,7 +93,6 @@ async def test_only_this_user_may_open_the_unix_socket(tmp_path: Path) -> None:
         assert reply.unix_socket == str(path)
         assert isinstance(await peer.ask(Statistics()), StatisticsReply)
         peer.close()
-        await server.quiet()
     assert not path.exists()
 
 
@@ -116,22 +102,15 @@ async def test_what_a_dead_server_left_behind_is_replaced(tmp_path: Path) -> Non
         dead.bind(str(path))
     assert path.exists()
     async with running_server(make_config(unix_socket=str(path))) as server:
-        peer = Peer(await connect_unix(str(path)))
-        await peer.hello()
-        peer.close()
-        await server.quiet()
+        await server.local_peer()
 
 
 async def test_the_socket_of_a_live_server_is_left_alone(tmp_path: Path) -> None:
     path = tmp_path / "socket"
     async with running_server(make_config(unix_socket=str(path))) as server:
-        with pytest.RaisesGroup(pytest.RaisesExc(ConfigError, match="a server listens on")):
-            async with trio.open_nursery() as nursery:
-                nursery.start_soon(serve, make_config(unix_socket=str(path)))
-        peer = Peer(await connect_unix(str(path)))
-        await peer.hello()
-        peer.close()
-        await server.quiet()
+        with pytest.raises(ConfigError, match="a server listens on"):
+            await serve(make_config(unix_socket=str(path)))
+        await server.local_peer()
 
 
 async def test_a_draining_server_gives_its_socket_up_at_once_and_leaves_that_of_its_successor_alone(
@@ -151,10 +130,7 @@ async def test_a_draining_server_gives_its_socket_up_at_once_and_leaves_that_of_
             busy.close()
             await old.finished.wait()
             await trio.testing.wait_all_tasks_blocked()
-            peer = Peer(await connect_unix(str(new.unix_path)))
-            await peer.hello()
-            peer.close()
-            await new.quiet()
+            await new.local_peer()
         assert not new.unix_path.exists()
 
 
@@ -184,17 +160,14 @@ OTHER_GROUP = 4322
 async def test_the_members_of_another_group_may_open_the_unix_socket_and_nobody_else() -> None:
     with TemporaryDirectory() as folder:  # others do not get into the usual one
         os.chmod(folder, 0o755)
-        await open_as_others(Path(folder) / "folder" / "socket")
-
-
-async def open_as_others(path: Path) -> None:
-    config = make_config(unix_socket=str(path), unix_socket_access="group", unix_socket_group=str(OTHER_GROUP))
-    async with running_server(config):
-        assert (group_of(path.parent), group_of(path)) == (OTHER_GROUP, OTHER_GROUP)
-        assert (mode(path.parent), mode(path)) == (0o750, 0o660)
-        connect_as(path, OTHER_USER, OTHER_GROUP).close()
-        with pytest.raises(PermissionError):
-            connect_as(path, OTHER_USER, OTHER_GROUP + 1)
+        path = Path(folder) / "folder" / "socket"
+        config = make_config(unix_socket=str(path), unix_socket_access="group", unix_socket_group=str(OTHER_GROUP))
+        async with running_server(config):
+            assert (path.parent.stat().st_gid, path.stat().st_gid) == (OTHER_GROUP, OTHER_GROUP)
+            assert (mode(path.parent), mode(path)) == (0o750, 0o660)
+            connect_as(path, OTHER_USER, OTHER_GROUP).close()
+            with pytest.raises(PermissionError):
+                connect_as(path, OTHER_USER, OTHER_GROUP + 1)
 
 
 @pytest.mark.parametrize(
@@ -206,9 +179,8 @@ async def test_a_group_that_does_not_exist_is_refused_and_leaves_no_socket(
 ) -> None:
     path = tmp_path / "socket"
     config = make_config(unix_socket=str(path), unix_socket_access="group", unix_socket_group=group)
-    with pytest.RaisesGroup(pytest.RaisesExc(ConfigError, match=problem)):
-        async with trio.open_nursery() as nursery:
-            nursery.start_soon(serve, config)
+    with pytest.raises(ConfigError, match=problem):
+        await serve(config)
     assert not path.exists()
 
 
@@ -216,29 +188,17 @@ def make_insecure(folder: Path, how: str) -> None:
     """Make a folder that another user can change, or lead elsewhere."""
     if how.startswith("another user") and os.getuid():
         pytest.skip("only root can give files away")
-    if how == "everybody's":
-        folder.mkdir()
-        folder.chmod(0o777)
-    elif how == "in everybody's":
-        folder.parent.chmod(0o777)
+    elsewhere = folder.parent / "elsewhere"
+    if "link" in how:
+        elsewhere.mkdir(0o700)
+        folder.symlink_to(elsewhere)
+    elif not how.startswith("to be made"):
         folder.mkdir(0o700)
-    elif how == "to be made in everybody's":
-        folder.parent.chmod(0o777)
-    elif how == "another user's":
-        folder.mkdir()
-        os.chown(folder, OTHER_USER, -1)
-    elif how == "in another user's":
-        folder.mkdir()
-        os.chown(folder.parent, OTHER_USER, -1)
-    elif how == "another user's link":
-        (folder.parent / "elsewhere").mkdir(0o700)
-        folder.symlink_to("elsewhere")
-        os.chown(folder, OTHER_USER, -1, follow_symlinks=False)
+    changed = {"a link to everybody's": elsewhere}.get(how, folder.parent if "in " in how else folder)
+    if "everybody's" in how:
+        changed.chmod(0o777)
     else:
-        assert how == "a link to everybody's"
-        (folder.parent / "elsewhere").mkdir()
-        (folder.parent / "elsewhere").chmod(0o777)
-        folder.symlink_to("elsewhere")
+        os.chown(changed, OTHER_USER, -1, follow_symlinks=False)
 
 
 INSECURE = ["everybody's", "in everybody's", "to be made in everybody's", "another user's", "in another user's"]
@@ -250,9 +210,8 @@ async def test_a_folder_in_which_another_user_could_put_a_socket_is_refused(how:
     folder = tmp_path / "parent" / "folder"
     folder.parent.mkdir()
     make_insecure(folder, how)
-    with pytest.RaisesGroup(pytest.RaisesExc(ConfigError, match="--unix-socket: .*choose a path")):
-        async with trio.open_nursery() as nursery:
-            nursery.start_soon(serve, make_config(unix_socket=str(folder / "socket")))
+    with pytest.raises(ConfigError, match=r"--unix-socket: .*choose a path"):
+        await serve(make_config(unix_socket=str(folder / "socket")))
     assert not (folder / "socket").exists()
 
 
@@ -279,7 +238,6 @@ async def test_by_default_a_folder_that_is_not_private_blocks_no_start(
         peer = Peer(await connect_unix(str(server.unix_path)))
         assert (await peer.hello()).unix_socket == str(server.unix_path)
         peer.close()
-        await server.quiet()
     assert not server.unix_path.parent.exists()
     assert "the folder of the Unix socket is not private" in caplog.text
 
@@ -318,24 +276,19 @@ async def test_a_file_that_is_no_socket_is_left_alone(what: str, tmp_path: Path)
         path.mkdir()
     else:
         path.symlink_to(tmp_path / "nowhere")
-    with pytest.RaisesGroup(pytest.RaisesExc(ConfigError, match="--unix-socket")):
-        async with trio.open_nursery() as nursery:
-            nursery.start_soon(serve, make_config(unix_socket=str(path)))
+    with pytest.raises(ConfigError, match="--unix-socket"):
+        await serve(make_config(unix_socket=str(path)))
     assert path.is_symlink() or path.exists()
 
 
 async def test_a_folder_that_cannot_be_made_is_refused(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("in the way")
-    with pytest.RaisesGroup(pytest.RaisesExc(ConfigError, match="--unix-socket")):
-        async with trio.open_nursery() as nursery:
-            nursery.start_soon(serve, make_config(unix_socket=str(tmp_path / "file" / "socket")))
+    with pytest.raises(ConfigError, match="--unix-socket"):
+        await serve(make_config(unix_socket=str(tmp_path / "file" / "socket")))
 
 
 async def test_a_server_that_cannot_start_leaves_neither_socket_nor_port(tmp_path: Path) -> None:
     path = tmp_path / "socket"
-    with pytest.RaisesGroup(OutOfMemory):
-        async with trio.open_nursery() as nursery:
-            nursery.start_soon(
-                serve, make_config(unix_socket=str(path), prealloc_bytes=1 << 49, max_value_bytes=1 * KIB)
-            )
+    with pytest.raises(OutOfMemory):
+        await serve(make_config(unix_socket=str(path), prealloc_bytes=1 << 49, max_value_bytes=1 * KIB))
     assert not path.exists()

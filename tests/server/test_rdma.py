@@ -20,6 +20,7 @@ from infinistore.protocol.messages import (
     Keys,
     Lease,
     MapArenas,
+    Numbers,
     Put,
     PutReply,
     RdmaConnect,
@@ -61,8 +62,24 @@ class RdmaPeer:
     def memory(self) -> memoryview:
         return self.span.view
 
+    @property
+    def place(self) -> tuple[Numbers, Numbers]:
+        """Where its memory is, and by which key it is reached."""
+        return pack_u64([self.span.address]), pack_u64([self.span.key])
+
+    @property
+    def pool(self) -> FakeDevice:
+        """The server's device."""
+        (device,) = [device for device in self.fabric.devices if device is not self.device]
+        return device
+
     async def ask(self, request: Request) -> object:
         return await self.peer.ask(request)
+
+    async def reserve(self, *sizes: int) -> int:
+        reply = await self.peer.ask(Reserve(pack_u64(sizes)))
+        assert isinstance(reply, ReserveReply)
+        return reply.reservation
 
     async def exists(self, key: str) -> bool:
         reply = await self.peer.ask(Exists(Keys([key])))
@@ -99,8 +116,7 @@ async def connected(limits: DeviceLimits | None = None) -> AsyncGenerator[RdmaPe
             try:
                 span = RegisteredSpan(device, memoryview(bytearray(VALUE)))
                 yield RdmaPeer(fabric, server, peer, device, span, await connect_queue(peer, device))
-                peer.close()
-                await server.quiet()
+                await server.left_by_all()
             finally:
                 device.close()
 
@@ -108,8 +124,7 @@ async def connected(limits: DeviceLimits | None = None) -> AsyncGenerator[RdmaPe
 async def test_a_put_is_read_from_the_client_and_a_get_written_to_it(rdma: RdmaPeer) -> None:
     await rdma.put("a")
     rdma.memory[:] = bytes(len(VALUE))
-    place = pack_u64([rdma.span.address]), pack_u64([rdma.span.key])
-    reply = await rdma.ask(RdmaGet(A, pack_u64([len(VALUE)]), *place))
+    reply = await rdma.ask(RdmaGet(A, pack_u64([len(VALUE)]), *rdma.place))
     assert reply == RdmaGetReply(pack_u64([len(VALUE)]), pack_u64([0]))
     assert rdma.memory == VALUE
     assert [client.transport for client in rdma.server.server.telemetry.clients()] == ["rdma"]
@@ -164,9 +179,7 @@ async def test_the_room_of_a_failed_put_is_used_again_only_when_its_queue_pair_i
 
 async def test_a_client_that_goes_with_a_transfer_under_way_loses_it(rdma: RdmaPeer) -> None:
     rdma.fabric.held = True
-    await rdma.peer.send_head(
-        RdmaPut(A, pack_u64([9]), pack_u64([rdma.span.address]), pack_u64([rdma.span.key]), pack_u64())
-    )
+    await rdma.peer.send_head(RdmaPut(A, pack_u64([9]), *rdma.place, pack_u64()))
     await until(lambda: rdma.fabric.work)
     rdma.queue.close()
     rdma.peer.close()
@@ -182,8 +195,7 @@ async def test_a_client_that_goes_with_a_transfer_under_way_loses_it(rdma: RdmaP
 @pytest.mark.parametrize("operation", Operation)
 async def test_no_client_can_address_the_servers_memory(rdma: RdmaPeer, operation: Operation) -> None:
     await rdma.put("a")
-    (pool,) = [device for device in rdma.fabric.devices if device is not rdma.device]
-    arena = max(pool.regions.values(), key=lambda region: region.length)
+    arena = max(rdma.pool.regions.values(), key=lambda region: region.length)
     before = ctypes.string_at(arena.address, len(VALUE))
     queue = await connect_queue(rdma.peer, rdma.device, serves=True)
     rdma.memory[:] = b"x" * len(VALUE)
@@ -200,34 +212,31 @@ async def test_no_client_can_address_the_servers_memory(rdma: RdmaPeer, operatio
 
 
 async def test_what_is_registered_for_the_server_is_not_for_its_clients(rdma: RdmaPeer) -> None:
-    (pool,) = [device for device in rdma.fabric.devices if device is not rdma.device]
-    assert [region.remote for region in pool.regions.values()] == [False, False], "a scratch byte and the arena"
+    assert [region.remote for region in rdma.pool.regions.values()] == [False, False], "a scratch byte and the arena"
     with pytest.raises(TransferFailed):
         await rdma.put("a", address=rdma.server.core.pool.arenas[0].address)
     rdma.queue = await connect_queue(rdma.peer, rdma.device)
-    own = max(pool.regions.values(), key=lambda region: region.length)
+    own = max(rdma.pool.regions.values(), key=lambda region: region.length)
     with pytest.raises(TransferFailed):
         await rdma.put("a", address=own.address, remote_key=own.remote_key)
 
 
 async def test_a_reservation_that_was_not_filled_cannot_be_committed(rdma: RdmaPeer) -> None:
     """New room holds what others had there."""
-    reserved = await rdma.ask(Reserve(pack_u64([100])))
-    assert isinstance(reserved, ReserveReply)
-    fill = RdmaFill(reserved.reservation, 0, 60, rdma.span.address, rdma.span.key)
+    reservation = await rdma.reserve(100)
+    fill = RdmaFill(reservation, 0, 60, rdma.span.address, rdma.span.key)
     assert await rdma.ask(fill) == CountReply(60)
     with pytest.raises(ProtocolError, match="40 bytes of this reservation"):
-        await rdma.ask(Commit(reserved.reservation, A, pack_u64()))
+        await rdma.ask(Commit(reservation, A, pack_u64()))
 
 
 async def test_a_reservation_whose_commit_was_refused_is_filled_still(rdma: RdmaPeer) -> None:
-    reserved = await rdma.ask(Reserve(pack_u64([100])))
-    assert isinstance(reserved, ReserveReply)
-    fill = RdmaFill(reserved.reservation, 0, 100, rdma.span.address, rdma.span.key)
+    reservation = await rdma.reserve(100)
+    fill = RdmaFill(reservation, 0, 100, rdma.span.address, rdma.span.key)
     assert await rdma.ask(fill) == CountReply(100)
     with pytest.raises(InvalidRequest, match="needs as many keys"):
-        await rdma.ask(Commit(reserved.reservation, Keys(["a", "b"]), pack_u64()))
-    assert await rdma.ask(Commit(reserved.reservation, A, pack_u64())) == PutReply(pack_u64())
+        await rdma.ask(Commit(reservation, Keys(["a", "b"]), pack_u64()))
+    assert await rdma.ask(Commit(reservation, A, pack_u64())) == PutReply(pack_u64())
     assert await rdma.exists("a")
 
 
@@ -273,16 +282,12 @@ async def test_a_request_that_makes_no_sense_ends_the_connection(rdma: RdmaPeer,
     await refused(rdma, request_, match)
 
 
-async def test_pieces_that_are_not_in_their_batch_end_the_connection(rdma: RdmaPeer) -> None:
-    reserved = await rdma.ask(Reserve(pack_u64([10, 20])))
-    assert isinstance(reserved, ReserveReply)
-    await refused(rdma, RdmaFill(reserved.reservation, 0, 31, rdma.span.address, rdma.span.key), "of a batch of 30")
-
-
-async def test_pieces_with_gaps_end_the_connection(rdma: RdmaPeer) -> None:
-    reserved = await rdma.ask(Reserve(pack_u64([10, 20])))
-    assert isinstance(reserved, ReserveReply)
-    await refused(rdma, RdmaFill(reserved.reservation, 5, 10, rdma.span.address, rdma.span.key), "without gaps")
+@pytest.mark.parametrize(("first", "length", "match"), [(0, 31, "of a batch of 30"), (5, 10, "without gaps")])
+async def test_pieces_that_are_not_in_their_batch_or_leave_gaps_end_the_connection(
+    rdma: RdmaPeer, first: int, length: int, match: str
+) -> None:
+    reservation = await rdma.reserve(10, 20)
+    await refused(rdma, RdmaFill(reservation, first, length, rdma.span.address, rdma.span.key), match)
 
 
 async def test_requests_that_the_store_refuses_keep_the_connection(rdma: RdmaPeer) -> None:
@@ -305,8 +310,6 @@ async def test_rdma_before_it_is_connected_ends_the_connection(request_: Request
             else:
                 with pytest.raises(ProtocolError, match="before RdmaConnect"):
                     await peer.ask(request_)
-            peer.close()
-            await server.quiet()
 
 
 async def test_a_server_without_rdma_says_so_and_the_connection_goes_on() -> None:
@@ -316,15 +319,13 @@ async def test_a_server_without_rdma_says_so_and_the_connection_goes_on() -> Non
             with pytest.raises(TransferFailed, match="no RDMA"):
                 await peer.ask(RdmaConnect(1, 0, "0" * 32))
             assert isinstance(await peer.ask(Exists(A)), ExistsReply)
-            peer.close()
 
 
 async def test_a_get_that_is_longer_than_its_span_is_leased_and_fetched_in_pieces(rdma: RdmaPeer) -> None:
     await rdma.put("a")
     await rdma.put("b", 1000)
     rdma.memory[:] = bytes(len(VALUE))
-    place = pack_u64([rdma.span.address]), pack_u64([rdma.span.key])
-    reply = await rdma.ask(RdmaGet(Keys(["a", "missing", "b"]), pack_u64(), *place, region_bytes=2000))
+    reply = await rdma.ask(RdmaGet(Keys(["a", "missing", "b"]), pack_u64(), *rdma.place, region_bytes=2000))
     assert isinstance(reply, RdmaGetReply)
     assert list(reply.sizes) == [len(VALUE), 2**64 - 1, 1000]
     assert rdma.server.core.statistics().leases == 1
@@ -361,8 +362,7 @@ async def test_local_access_is_checked_too() -> None:
     registered.
     """
     async with connected() as rdma:
-        (pool,) = [device for device in rdma.fabric.devices if device is not rdma.device]
-        pool.regions.clear()
+        rdma.pool.regions.clear()
         with pytest.raises(TransferFailed, match="local access error"):
             await rdma.put("a")
         assert LOCAL_ACCESS == 8
