@@ -37,6 +37,7 @@ async def with_little_room(seed: int | None = None) -> AsyncGenerator[RunningSer
     chunks = whole if seed is None else random_chunks(seed)
     async with simulated_server(chunks=chunks, environment=Environment(body_budget_bytes=ROOM_BYTES)) as server:
         yield server
+        await server.left_by_all()
         assert bodies(server).taken_bytes == 0
 
 
@@ -55,22 +56,15 @@ async def unfinished(server: RunningServer, count: int, sent: float = 0.9) -> li
     return peers
 
 
-def close(server: RunningServer, peers: list[Peer]) -> None:
-    for peer in peers:
-        peer.close()
-
-
 async def test_bodies_under_way_take_no_more_memory_than_there_is_for_all_of_them(
     mock_clock: MockClock,
 ) -> None:
     """The clock stands still: nobody gives room back because its time is over."""
     async with with_little_room() as server:
-        peers = await unfinished(server, 12)
+        await unfinished(server, 12)
         assert ROOM_BYTES - len(HEAD) < bodies(server).taken_bytes <= ROOM_BYTES
         other = await server.peer()
         assert await other.ask(asked(60)) == ExistsReply(bytes(60))  # fits the buffer of its connection
-        close(server, [*peers, other])
-        await server.quiet()
 
 
 @pytest.mark.parametrize("sent", [0.0001, 0.5, 0.9])
@@ -86,8 +80,6 @@ async def test_who_announces_a_body_and_does_not_send_it_keeps_nobody_out_for_lo
         with pytest.raises(LimitExceeded, match="others wait for room"):
             await peers[0].reply_to_half(LONG)
         assert await peers[0].is_closed()
-        close(server, [*peers, other])
-        await server.quiet()
 
 
 async def test_a_body_that_trickles_in_is_given_up_where_others_wait(autojump_clock: MockClock) -> None:
@@ -106,7 +98,6 @@ async def test_a_body_that_trickles_in_is_given_up_where_others_wait(autojump_cl
         assert await other.ask(LONG) == ExistsReply(bytes(250))
         assert trio.current_time() - start < 3
         nursery.cancel_scope.cancel()
-        close(server, [*peers, other])
 
 
 async def test_a_body_that_is_only_slow_is_waited_for_while_nobody_else_wants_room(
@@ -118,25 +109,20 @@ async def test_a_body_that_is_only_slow_is_waited_for_while_nobody_else_wants_ro
             await trio.sleep(5)
             await peer.send(HEAD[start : start + 20_000])
         assert await peer.reply_to_half(LONG) == ExistsReply(bytes(250))
-        peer.close()
-        await server.quiet()
 
 
 @pytest.mark.parametrize("seed", range(3))
 async def test_more_long_requests_than_there_is_room_for_are_all_answered(seed: int, autojump_clock: MockClock) -> None:
     answered: list[int] = []
-    async with with_little_room(seed) as server:
-        async with trio.open_nursery() as nursery:
+    async with with_little_room(seed) as server, trio.open_nursery() as nursery:
 
-            async def ask(count: int) -> None:
-                peer = await server.peer()
-                assert await peer.ask(asked(count)) == ExistsReply(bytes(count))
-                answered.append(count)
-                peer.close()
+        async def ask(count: int) -> None:
+            peer = await server.peer()
+            assert await peer.ask(asked(count)) == ExistsReply(bytes(count))
+            answered.append(count)
 
-            for count in range(100, 400, 20):
-                nursery.start_soon(ask, count)
-        await server.quiet()
+        for count in range(100, 400, 20):
+            nursery.start_soon(ask, count)
     assert sorted(answered) == list(range(100, 400, 20))
 
 
@@ -202,7 +188,6 @@ async def test_what_arrives_slowly_for_its_length_keeps_nobody_out(number: int, 
             assert await other.ask(LONG) == ExistsReply(bytes(250))
         assert trio.current_time() - start <= 3 * number  # each of them has a second and a look, or two
         nursery.cancel_scope.cancel()
-        close(server, [*peers, other])
 
 
 async def test_no_more_slow_bodies_are_given_up_than_others_need_room_the_slowest_first(

@@ -39,17 +39,15 @@ def serial_number(stream: TlsStream) -> Any:
     return certificate["serialNumber"]
 
 
-async def with_new_certificate(server: RunningServer, files: Files, old: Peer) -> Peer:
-    """A new client, to which the server shows another certificate than to an old one,
-    whose session goes on.
+async def has_new_certificate(server: RunningServer, files: Files, old: Peer) -> None:
+    """The server shows a new client another certificate than an old one, whose session
+    goes on.
     """
-    new = Peer(await connect(server, files))
-    await new.hello()
+    new = await server.greet(await connect(server, files))
     assert isinstance(old.stream, TlsStream)
     assert isinstance(new.stream, TlsStream)
     assert serial_number(old.stream) != serial_number(new.stream)
     await old.ask(Statistics())
-    return new
 
 
 async def test_a_handshake_that_goes_nowhere_has_a_strangers_place_only(tmp_path: Path) -> None:
@@ -58,9 +56,7 @@ async def test_a_handshake_that_goes_nowhere_has_a_strangers_place_only(tmp_path
         silent = [await connect_tcp("127.0.0.1", server.server.addresses.port) for _ in range(3)]
         for stream in silent:
             await stream.send_all([memoryview(b"\x16\x03\x01")])
-        peer = Peer(await connect(server, files))
-        await peer.hello()
-        peer.stream.close()
+        await server.greet(await connect(server, files))
         for stream in silent:
             stream.close()
 
@@ -71,35 +67,28 @@ async def test_a_signal_loads_the_certificate_again_and_open_connections_stay(tm
         certificates = server.server.tls
         assert certificates is not None
         await nursery.start(reload_on_signal, server.server.reloads)
-        old = Peer(await connect(server, files))
-        await old.hello()
+        old = await server.greet(await connect(server, files))
         before = certificates.context
         issue(tmp_path, into=files)
         os.kill(os.getpid(), signal.SIGHUP)
         await until(lambda: certificates.context is not before)
-        new = await with_new_certificate(server, files, old)
-        old.stream.close()
-        new.stream.close()
+        await has_new_certificate(server, files, old)
         nursery.cancel_scope.cancel()
 
 
 async def test_the_management_api_loads_the_certificate_again_as_the_signal_does(tmp_path: Path) -> None:
     files, log = issue(tmp_path), tmp_path / "audit"
     async with running_server(make_config(**settings(files), audit_log=str(log))) as server:
-        old = Peer(await connect(server, files))
-        await old.hello()
+        old = await server.greet(await connect(server, files))
         issue(tmp_path, into=files)
         answer = await manage(server, files, "/reload")
         assert (answer.status, answer.json) == (200, {"status": "ok"})
-        new = await with_new_certificate(server, files, old)
+        await has_new_certificate(server, files, old)
         files.key.write_bytes(issue(tmp_path, stem="other").key.read_bytes())
         answer = await manage(server, files, "/reload")
         assert answer.status == 409
         assert "does not fit the key" in answer.json["error"]
-        again = Peer(await connect(server, files))
-        await again.hello()
-        for peer in (old, new, again):
-            peer.close()
+        await server.greet(await connect(server, files))
     noted = [one for one in map(json.loads, log.read_text().splitlines()) if one["event"] == "reload"]
     assert [(one["ok"], one["certificate"]) for one in noted] == [(True, str(files.cert)), (False, str(files.cert))]
     assert "does not fit the key" in noted[1]["problem"]

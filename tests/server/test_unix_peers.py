@@ -58,8 +58,7 @@ async def test_the_settings_hold_for_a_socket_whose_mode_somebody_has_changed(
                 await peer.hello()
             assert "\n" not in str(refused.value)
         peer.close()
-        mine = await server.stranger()
-        await mine.hello()  # who comes by TCP is not asked
+        await server.peer()  # who comes by TCP is not asked
     (event,) = [found for line in log.read_text().splitlines() if "uid" in (found := json.loads(line))["origin"]]
     assert event["event"] == ("login" if lets_in else "refused")
     assert event["origin"].startswith(f"uid {USER}, pid ")
