@@ -111,8 +111,12 @@ def _list_keys(request: ListKeys, tiers: Tiers, client: Client, within_s: float)
     limit = min(request.limit, tiers.core.limits.max_page_keys)
     keys = tiers.core.all_keys()
     page: list[str] = []
-    for first in range(0, len(keys), _SLICE_KEYS):
-        page = first_keys([*page, *keys[first : first + _SLICE_KEYS]], request.prefix, limit, request.after)
+    first = 0
+    while first < len(keys):
+        count = max(_SLICE_KEYS, len(page))  # so that a long page is not merged with many short slices
+        found = first_keys(keys[first : first + count], request.prefix, limit, request.after)
+        page = sorted([*page, *found])[:limit]
+        first += count
         yield None
     return KeysReply(Keys(page), limit)
 
