@@ -101,22 +101,6 @@ def test_cancelling_a_connect_leaves_no_socket_open(tmp_path: Path) -> None:
         listener.close()
 
 
-@pytest.mark.parametrize("host", ["a" * 300, "name.invalid", "..", "a..b", "[", "\u2024", "-"])
-def test_a_host_name_that_is_none_is_an_unavailable_store(host: str) -> None:
-    with pytest.raises(StoreUnavailable):
-        asyncio.run(connect_tcp(host, 1, Spinner()))
-
-
-def test_connecting_where_nobody_listens_says_what_to_look_at(tmp_path: Path) -> None:
-    with socket.socket() as bound:
-        bound.bind(("127.0.0.1", 0))
-        port = bound.getsockname()[1]
-        with pytest.raises(StoreUnavailable, match=rf"127\.0\.0\.1:{port}.*is the server running there"):
-            asyncio.run(connect_tcp("127.0.0.1", port, Spinner()))
-    with pytest.raises(StoreUnavailable, match="is the server running there"):
-        asyncio.run(connect_unix(str(tmp_path / "nothing"), Spinner()))
-
-
 def test_closing_a_stream_of_a_loop_that_is_over_does_no_harm() -> None:
     left, right = pair()
 

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from infinistore.errors import StoreUnavailable
-from infinistore.transports.sockets.blocking_streams import BlockingSocketStream, connect_tcp, connect_unix
+from infinistore.transports.sockets.blocking_streams import BlockingSocketStream, connect_unix
 
 FAR_S = 1e6
 """A deadline that no test reaches."""
@@ -103,24 +103,6 @@ def test_an_idle_stream_is_stale_when_the_peer_spoke_or_left() -> None:
     assert left.is_stale()
     left.close()
     assert left.is_stale()
-
-
-def test_connecting_where_nobody_listens_says_what_to_look_at(tmp_path: Path) -> None:
-    with socket.socket() as bound:
-        bound.bind(("127.0.0.1", 0))
-        port = bound.getsockname()[1]
-        with pytest.raises(StoreUnavailable, match=rf"127\.0\.0\.1:{port}.*is the server running there"):
-            connect_tcp("127.0.0.1", port, after())
-    with pytest.raises(StoreUnavailable, match="is the server running there"):
-        connect_unix(str(tmp_path / "nothing"), after())
-    with pytest.raises(StoreUnavailable):
-        connect_unix("/" + "long/" * 50, after())
-
-
-@pytest.mark.parametrize("host", ["a" * 300, "name.invalid", "..", "a..b", "[", "\u2024", "-"])
-def test_a_host_name_that_is_none_is_an_unavailable_store(host: str) -> None:
-    with pytest.raises(StoreUnavailable):
-        connect_tcp(host, 1, after())
 
 
 def test_a_listener_that_accepts_nobody_does_not_keep_a_client_for_ever(tmp_path: Path) -> None:

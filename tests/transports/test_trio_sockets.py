@@ -268,26 +268,6 @@ async def test_a_closed_listener_ends_its_accept() -> None:
         await accept(listener)
 
 
-async def test_connecting_where_nobody_listens_says_what_to_look_at(tmp_path: Path) -> None:
-    with socket.socket() as bound:
-        bound.bind(("127.0.0.1", 0))
-        port = bound.getsockname()[1]
-        with pytest.raises(StoreUnavailable) as refused:
-            await connect_tcp("127.0.0.1", port)
-        said = f"cannot connect to 127.0.0.1:{port}: Connection refused; is the server running there?"
-        assert str(refused.value) == said
-    with pytest.raises(StoreUnavailable, match="is the server running there"):
-        await connect_unix(str(tmp_path / "nothing"))
-    with pytest.raises(StoreUnavailable):
-        await connect_unix("/" + "long/" * 50)
-
-
-@pytest.mark.parametrize("host", ["a" * 300, "name.invalid", "..", "a..b", "[", "\u2024", "-"])
-async def test_a_host_name_that_is_none_is_an_unavailable_store(host: str) -> None:
-    with pytest.raises(StoreUnavailable):
-        await connect_tcp(host, 1)
-
-
 async def test_a_wait_is_given_up_at_its_deadline_and_the_stream_goes_on(
     autojump_clock: trio.testing.MockClock,
 ) -> None:
