@@ -328,9 +328,9 @@ PLANTED = [
     Planted(
         "a victim below what is reserved for it",
         "infinistore.core.tenants",
-        "        self.tenant_limits = self._tenant_space.tenant_limits = tenant_limits\n",
+        "        self.tenant_limits = self.space.tenant_limits = tenant_limits\n",
         "        self.tenant_limits = tenant_limits\n"
-        "        self._tenant_space.tenant_limits = attrs.evolve(tenant_limits, reserved_bytes=0)\n",
+        "        self.space.tenant_limits = attrs.evolve(tenant_limits, reserved_bytes=0)\n",
     ),
     Planted(
         "a session that keeps a role that was taken away",
