@@ -18,6 +18,7 @@ In a cluster, HASH begins with the hash tag of its group of blocks: `{TAG}HASH`.
 import math
 import re
 from collections.abc import Container, Iterable, Mapping, Sequence
+from functools import cached_property
 
 import attrs
 
@@ -67,21 +68,32 @@ class Group:
         return range(min(first // self.block_tokens, end), end)
 
 
-def is_uniform(groups: Sequence[Group]) -> bool:
-    """Whether there is one group, which attends to all tokens."""
-    return len(groups) == 1 and groups[0].is_full
+class Groups(tuple[Group, ...]):
+    """All groups of a model's layers."""
 
+    @property
+    def is_uniform(self) -> bool:
+        """Whether there is one group, which attends to all tokens."""
+        return len(self) == 1 and self[0].is_full
 
-def hash_tokens(groups: Iterable[Group]) -> int:
-    """Return how many tokens a hash stands for: each block ends with such a hash."""
-    return math.gcd(*(group.block_tokens for group in groups))
+    @cached_property
+    def hash_tokens(self) -> int:
+        """How many tokens a hash stands for: each block ends with such a hash."""
+        return math.gcd(*(group.block_tokens for group in self))
 
+    @cached_property
+    def alignment(self) -> int:
+        """A read is a multiple of so many tokens: blocks of each group end there."""
+        return math.lcm(*(group.block_tokens for group in self))
 
-def alignment(groups: Iterable[Group]) -> int:
-    """Return what a number of tokens to read is a multiple of: blocks of each group end
-    there.
-    """
-    return math.lcm(*(group.block_tokens for group in groups))
+    def aligned(self, tokens: int) -> int:
+        """Return the most tokens, up to this number, that can be read."""
+        return tokens // self.alignment * self.alignment
+
+    def hashes_of(self, group: Group, numbers: Iterable[int], hashes: Sequence[str]) -> list[str]:
+        """Return the hashes of blocks of a group: for each that of its last tokens."""
+        each = group.block_tokens // self.hash_tokens
+        return [hashes[(number + 1) * each - 1] for number in numbers]
 
 
 @attrs.frozen

@@ -38,7 +38,7 @@ from vllm.v1.kv_cache_interface import (
 from infinistore.errors import ConfigError
 from infinistore.integrations.internal.prefix_keys import fingerprint_of_config
 from infinistore.integrations.internal.weights import WeightFiles, identity_of_files, weight_files
-from infinistore.integrations.vllm.blocks import BlockNames, Group, block_names, hash_tokens, is_uniform, layer_labels
+from infinistore.integrations.vllm.blocks import BlockNames, Group, Groups, block_names, layer_labels
 from infinistore.integrations.vllm.settings import ConnectorSettings
 
 if TYPE_CHECKING:
@@ -412,7 +412,7 @@ def _names(
     """
     model = settings.model or vllm_config.model_config.model
     shards = vllm_config.parallel_config.tensor_parallel_size // kv_cache_config.kv_tp_replicas
-    unit = max(1, hash_tokens(groups))
+    unit = max(1, Groups(groups).hash_tokens)
     attention = vllm_config.attention_config
     facts = {
         **model_facts(vllm_config, model),
@@ -424,7 +424,7 @@ def _names(
         "block tokens": unit,
         "shards": shards,
     }
-    if not is_uniform(groups):
+    if not Groups(groups).is_uniform:
         facts["groups"] = sorted(
             {
                 (*_kind(spec), str(getattr(spec, "shapes", "")), str(getattr(spec, "dtypes", "")))

@@ -48,12 +48,10 @@ from infinistore.integrations.vllm.blocks import (
     BlockNames,
     Blocks,
     Group,
+    Groups,
     Load,
     Save,
     Step,
-    alignment,
-    hash_tokens,
-    is_uniform,
 )
 from infinistore.integrations.vllm.observations import Observations
 
@@ -76,12 +74,11 @@ class Found:
 class Lookup:
     """Looks prompts up in a store, for these groups of layers."""
 
-    def __init__(self, store: BlockingStore, names: BlockNames, groups: Sequence[Group], record: Record) -> None:
+    def __init__(self, store: BlockingStore, names: BlockNames, groups: Groups, record: Record) -> None:
         self._store = store
         self._names = names
         self._record = record
-        self._unit = hash_tokens(groups)
-        self._alignment = alignment(groups)
+        self._groups = groups
         self._full = [group for group in groups if group.is_full]
         self._others = [group for group in groups if not group.is_full]
 
@@ -91,12 +88,12 @@ class Lookup:
 
         With `reads`, what is found after these is read ahead from a disk.
         """
-        end, on_disk = self._leading(hashes, len(hashes) * self._unit)
+        end, on_disk = self._leading(hashes, len(hashes) * self._groups.hash_tokens)
         found = Found(0, end)
         if not end:
             return found
         found.stored, more_on_disk = self._stored(hashes, end)
-        found.tokens = self._usable(min(end, self._aligned(most)), found.stored)
+        found.tokens = self._usable(min(end, self._groups.aligned(most)), found.stored)
         if reads and on_disk + more_on_disk and found.tokens > computed:
             keys = self._keys(hashes, computed, found.tokens)
             read_ahead(self._store, PrefixMatch(len(keys), on_disk=on_disk + more_on_disk), keys, self._record)
@@ -106,13 +103,13 @@ class Lookup:
         """Return up to where the groups that attend to all tokens seem complete, and
         how many of their keys are on disk only.
         """
-        end, on_disk = self._aligned(tokens), 0
+        end, on_disk = self._groups.aligned(tokens), 0
         for group in self._full:
             if end:
-                of = self._of(group, hashes, range(end // group.block_tokens))
+                of = self._groups.hashes_of(group, range(end // group.block_tokens), hashes)
                 keys, each = self._names.some_keys(of, group.layers, most=_MOST_KEYS)
                 match = self._store.match_prefix(keys)
-                end = min(end, self._aligned(match // each * group.block_tokens))
+                end = min(end, self._groups.aligned(match // each * group.block_tokens))
                 on_disk += match - match.in_memory
         return end, on_disk
 
@@ -122,7 +119,7 @@ class Lookup:
         """
         parts = []
         for group in self._others:
-            of = self._of(group, hashes, range(end // group.block_tokens))
+            of = self._groups.hashes_of(group, range(end // group.block_tokens), hashes)
             parts.append((group, *self._names.some_keys(of, group.layers, most=_MOST_KEYS)))
         keys = [key for _, asked, _ in parts for key in asked]
         if not keys:
@@ -143,32 +140,16 @@ class Lookup:
         needs.
         """
         while end and not all(stored[group.index].issuperset(group.needed(end)) for group in self._others):
-            end -= self._alignment
+            end -= self._groups.alignment
         return end
 
     def _keys(self, hashes: Sequence[str], start: int, end: int) -> list[str]:
         """Return all keys that a load of these tokens asks for."""
-        return [
-            key
-            for group in (*self._full, *self._others)
-            for key in self._names.all_keys(
-                self._of(group, hashes, [n for n in group.needed(end) if n >= start // group.block_tokens]),
-                group.layers,
-            )
-        ]
-
-    def _of(self, group: Group, hashes: Sequence[str], numbers: Sequence[int] | range) -> list[str]:
-        """Return the hashes of blocks of a group: each that of its last tokens."""
-        return block_hashes(group, hashes, numbers, self._unit)
-
-    def _aligned(self, tokens: int) -> int:
-        return tokens // self._alignment * self._alignment
-
-
-def block_hashes(group: Group, hashes: Sequence[str], numbers: Sequence[int] | range, unit: int) -> list[str]:
-    """Return the hashes of blocks of a group, where each hash is of `unit` tokens."""
-    each = group.block_tokens // unit
-    return [hashes[(number + 1) * each - 1] for number in numbers]
+        keys: list[str] = []
+        for group in (*self._full, *self._others):
+            numbers = [number for number in group.needed(end) if number >= start // group.block_tokens]
+            keys += self._names.all_keys(self._groups.hashes_of(group, numbers, hashes), group.layers)
+        return keys
 
 
 _MOST_PROMPTS: Final = 1000
@@ -246,15 +227,13 @@ class Pins:
         self._store = store
         self._names = names
         self._record = record
-        self._unit = hash_tokens(groups)
-        self._alignment = alignment(groups)
         self._priority = priority
         self._pin_s = pin_s
         self._most = most
         self._clock = clock
         self.learn_groups(groups)
         # The last token of a text can be another one when more text follows.
-        ends = {len(prompt): (len(prompt) - 1) // self._alignment * self._alignment for prompt in prompts}
+        ends = {len(prompt): self._groups.aligned(len(prompt) - 1) for prompt in prompts}
         heads = {tuple(prompt[: ends[len(prompt)]]) for prompt in prompts} - {()}
         self._heads = sorted(heads, key=len, reverse=True)
         self._used: OrderedDict[_Block, float] = OrderedDict()
@@ -269,14 +248,14 @@ class Pins:
 
     def learn_groups(self, groups: Sequence[Group]) -> None:
         """Learn of the layers of other stages of a pipeline."""
-        self._groups = list(groups)
+        self._groups = Groups(groups)
         most_layers = max((len(group.layers) for group in groups), default=1)
         self._at_once = max(1, _MOST_PINNED_KEYS // max(1, most_layers * self._names.shards))
 
     def worth(self, tokens: Sequence[int], prompt_tokens: int, priority: int) -> int:
         """Return how many leading tokens of a request are worth a pin."""
         if self._priority is not None and priority <= self._priority:
-            return prompt_tokens // self._alignment * self._alignment
+            return self._groups.aligned(prompt_tokens)
         beginning = tuple(tokens[: len(self._heads[0])]) if self._heads else ()
         return next((len(head) for head in self._heads if beginning[: len(head)] == head), 0)
 
@@ -286,7 +265,7 @@ class Pins:
         """
         now = self._clock()
         for place, group in enumerate(self._groups):
-            for block_hash in block_hashes(group, hashes, group.needed(tokens), self._unit):
+            for block_hash in self._groups.hashes_of(group, group.needed(tokens), hashes):
                 block = (place, block_hash)
                 if block not in self._used:
                     self._due[block] = None
@@ -427,10 +406,8 @@ class SchedulerSide:
         self._observed = observations or Observations()
         self._store = store
         self._names = names
-        self._groups = groups
-        self._unit = hash_tokens(groups)
-        self._alignment = alignment(groups)
-        self._lookup = Lookup(store, names, groups, record) if groups else None
+        self._groups = Groups(groups)
+        self._lookup = Lookup(store, names, self._groups, record) if groups else None
         self._reads = reads
         self._writes = writes and bool(groups)
         self._save_generated = save_generated
@@ -463,10 +440,10 @@ class SchedulerSide:
         told = list(stages)
         if self._groups:
             layers = [[label for stage in told for label in stage.get(group.index, ())] for group in self._groups]
-            self._groups = [
+            self._groups = Groups(
                 attrs.evolve(group, layers=tuple(dict.fromkeys(labels)))
                 for group, labels in zip(self._groups, layers, strict=True)
-            ]
+            )
             self._lookup = Lookup(self._store, self._names, self._groups, self._record)
             if self._pins is not None:
                 self._pins.learn_groups(self._groups)
@@ -476,7 +453,7 @@ class SchedulerSide:
 
         Both end where a block of each group ends.
         """
-        if self._lookup is None or computed_tokens % self._alignment:
+        if self._lookup is None or computed_tokens % self._groups.alignment:
             return 0
         tracked = self._track(request)
         if not self.is_past_reset:
@@ -512,7 +489,8 @@ class SchedulerSide:
             first = (end - load_tokens) // group.block_tokens
             numbers = [number for number in group.needed(end) if number >= first]
             ids = block_ids[group.index]
-            parts.append(Blocks(self._hashes(tracked, group, numbers), [ids[number] for number in numbers], place))
+            hashes = self._groups.hashes_of(group, numbers, tracked.chain.hashes)
+            parts.append(Blocks(hashes, [ids[number] for number in numbers], place))
         tracked.loading = Load(request.request_id, [part for part in parts if part.hashes])
         tracked.saving = False  # it was preempted if it ever saved, and its writes have been waited for
         self._loads.append(tracked.loading)
@@ -564,9 +542,9 @@ class SchedulerSide:
         if failed:
             for tracked in self._tracked.values():
                 load = tracked.loading
-                if load is not None and is_uniform(self._groups) and not failed.isdisjoint(load.block_ids):
+                if load is not None and self._groups.is_uniform and not failed.isdisjoint(load.block_ids):
                     first_bad = next(i for i, block_id in enumerate(load.block_ids) if block_id in failed)
-                    in_store = tracked.found.tokens // self._unit
+                    in_store = tracked.found.tokens // self._groups.hash_tokens
                     good = max(0, in_store - len(load.block_ids) + first_bad)  # nothing, if there was a reset
                     # Another rank may have missed an earlier block, in an earlier step.
                     tracked.kept = [min(good, *tracked.kept) if tracked.load_failed else good]
@@ -617,7 +595,7 @@ class SchedulerSide:
         tracked = self._tracked.get(request.request_id)
         if tracked is None:
             chain = PrefixChain(
-                self._unit,
+                self._groups.hash_tokens,
                 extra=lambda first, end: self._extra(request, first, end),
                 group_blocks=self._names.group_blocks,
             )
@@ -634,7 +612,7 @@ class SchedulerSide:
             if worth := self._pins.worth(tokens, request.num_prompt_tokens, request.priority):
                 self._pins.use(tracked.chain.extend(tokens), worth)
         # vLLM computes the last token again, with the window or state before it.
-        most = len(tokens) if is_uniform(self._groups) else len(tokens) - 1
+        most = len(tokens) if self._groups.is_uniform else len(tokens) - 1
         with self._record.trying("look-up"):
             with self._observed.timed("look_up"):
                 if hashes := tracked.chain.extend(tokens):
@@ -648,9 +626,6 @@ class SchedulerSide:
         tracked.kept = [
             tracked.found.full_tokens // group.block_tokens if group.is_full else 0 for group in self._groups
         ]
-
-    def _hashes(self, tracked: _Tracked, group: Group, numbers: Sequence[int]) -> list[str]:
-        return block_hashes(group, tracked.chain.hashes, numbers, self._unit)
 
     def _known_tokens(self, tracked: _Tracked) -> int:
         """Return how many tokens of a request may be stored."""
@@ -681,7 +656,7 @@ class SchedulerSide:
                 numbers = [number for number in numbers if number in wanted and number not in stored and ids[number]]
             if numbers:
                 tracked.chain.extend(request.all_token_ids)
-                hashes = self._hashes(tracked, group, numbers)
+                hashes = self._groups.hashes_of(group, numbers, tracked.chain.hashes)
                 number = 0
                 if self._events is not None and place == self._told:
                     number = self._events.saving(request, hashes, first)
@@ -694,8 +669,8 @@ class SchedulerSide:
         if self._events is None or self._told is None:
             return
         group = self._groups[self._told]
-        blocks = len(tracked.chain.hashes) * self._unit // group.block_tokens
-        hashes = self._hashes(tracked, group, range(blocks))
+        blocks = len(tracked.chain.hashes) * self._groups.hash_tokens // group.block_tokens
+        hashes = self._groups.hashes_of(group, range(blocks), tracked.chain.hashes)
         found = tracked.found.full_tokens // group.block_tokens
         self._events.found(tracked.request, hashes[:found])
         self._events.missing(hashes[found : found + 1])
@@ -714,12 +689,12 @@ class SchedulerSide:
         """Return which blocks of a group a later request may need."""
         known = self._known_tokens(tracked)
         prompt = tracked.request.num_prompt_tokens
-        step = max(1, self._boundary_tokens // self._alignment) * self._alignment
+        step = max(self._groups.alignment, self._groups.aligned(self._boundary_tokens))
         last = known + (step if self._save_generated else 0)
         boundaries = {prompt - 1, prompt, tracked.found.full_tokens, *range(step, last + 1, step)}
         wanted: set[int] = set()
         for boundary in boundaries:
-            wanted.update(group.needed(boundary // self._alignment * self._alignment))
+            wanted.update(group.needed(self._groups.aligned(boundary)))
         return wanted.intersection(range(first, full))
 
     def _states(self, tracked: _Tracked, offers: Iterable[tuple[int, int, int]]) -> list[Save]:
@@ -727,7 +702,7 @@ class SchedulerSide:
         places = {group.index: place for place, group in enumerate(self._groups) if group.offered}
         saves = []
         for index, block_id, tokens in offers:
-            if index not in places or tokens % self._alignment or tokens > self._known_tokens(tracked):
+            if index not in places or tokens % self._groups.alignment or tokens > self._known_tokens(tracked):
                 continue
             group = self._groups[places[index]]
             number = tokens // group.block_tokens - 1
@@ -735,7 +710,7 @@ class SchedulerSide:
             if number not in stored:
                 stored.add(number)
                 tracked.chain.extend(tracked.request.all_token_ids)
-                hashes = self._hashes(tracked, group, [number])
+                hashes = self._groups.hashes_of(group, [number], tracked.chain.hashes)
                 saves.append(Save(tracked.request.request_id, Blocks(hashes, [block_id], places[index])))
         tracked.saving |= bool(saves)
         return saves

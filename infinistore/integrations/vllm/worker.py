@@ -30,7 +30,7 @@ from infinistore.errors import ConfigError, DeadlineExceeded, InfiniStoreExcepti
 from infinistore.integrations.internal.record import Record
 from infinistore.integrations.vllm.background import Background
 from infinistore.integrations.vllm.block_events import SavedBlocks
-from infinistore.integrations.vllm.blocks import BlockNames, Blocks, Group, Load, Step, is_uniform
+from infinistore.integrations.vllm.blocks import BlockNames, Blocks, Group, Groups, Load, Step
 from infinistore.integrations.vllm.observations import Observations
 from infinistore.integrations.vllm.resets import LateWrites
 from infinistore.integrations.vllm.settings import ConnectorSettings
@@ -151,7 +151,7 @@ class WorkerSide:
         self._store = store
         self._observed = observations or Observations()
         self._names = names
-        self._groups = groups
+        self._groups = Groups(groups)
         self._labels = layers
         self._group_of = {label: number for number, group in enumerate(groups) for label in group.layers}
         self._shard = shard
@@ -378,7 +378,7 @@ class WorkerSide:
             self._observed.count(failed_reads=int(bool(failed)))
             with self._progress:
                 self._reading -= 1
-                if is_uniform(self._groups):
+                if self._groups.is_uniform:
                     self._failed_blocks |= failed
                 elif failed:
                     self._failed_requests.add(load.request_id)
@@ -425,7 +425,7 @@ class WorkerSide:
         there are several groups.
         """
         load, keys = reading.load, self._keys(reading)
-        if is_uniform(self._groups):
+        if self._groups.is_uniform:
             (part,) = load.parts
             return set(part.block_ids[self._read_leading(part, keys[0]) :])
         complete = all(

@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from infinistore import blocking
 from infinistore.errors import StoreUnavailable
 from infinistore.integrations.internal.prefix_keys import PrefixChain
-from infinistore.integrations.vllm.blocks import BlockNames, Group, Step, alignment, block_names, hash_tokens
+from infinistore.integrations.vllm.blocks import BlockNames, Group, Groups, Step, block_names
 from infinistore.integrations.vllm.scheduler import SchedulerSide
 from infinistore.integrations.vllm.worker import WorkerSide
 
@@ -57,8 +57,9 @@ def test_a_group_needs_what_the_next_token_sees(group: Group, tokens: int, neede
 
 
 def test_blocks_of_several_sizes_have_hashes_in_common() -> None:
-    assert (hash_tokens([FULL, COARSE]), alignment([FULL, COARSE])) == (4, 8)
-    assert (hash_tokens([]), alignment([])) == (0, 1)
+    groups = Groups([FULL, COARSE])
+    assert (groups.hash_tokens, groups.alignment) == (4, 8)
+    assert (Groups().hash_tokens, Groups().alignment) == (0, 1)
 
 
 class Engine:
@@ -182,7 +183,7 @@ class Engine:
 )
 def test_a_prompt_is_read_as_it_was_computed(store: blocking.BlockingStore, group: Group, chunk: int) -> None:
     first, second = Engine(store, (FULL, group)), Engine(store, (FULL, group))
-    end = len(PROMPT) // alignment((FULL, group)) * alignment((FULL, group))
+    end = len(PROMPT) // Groups((FULL, group)).alignment * Groups((FULL, group)).alignment
 
     assert first.run(PROMPT, chunk=chunk) == 0
     assert second.run(PROMPT) == end
@@ -257,7 +258,7 @@ def test_whatever_is_evicted_what_is_read_is_right_and_the_rest_is_written_again
 
         for _ in range(4):  # what seems to be there and is not is found out a few at a time
             best = engine.run(PROMPT, chunk=chunk)
-        assert best == len(PROMPT) // alignment((FULL, group)) * alignment((FULL, group))
+        assert best == len(PROMPT) // Groups((FULL, group)).alignment * Groups((FULL, group)).alignment
 
 
 @pytest.mark.parametrize("local", [0, 1, 5, 8])
