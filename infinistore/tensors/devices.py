@@ -93,8 +93,8 @@ os.register_at_fork(after_in_child=_after_fork_in_child)
 
 
 def copies_for(store: "BlockingStore | AsyncStore", tensor: "torch.Tensor") -> CudaCopies | None:
-    """Return what copies the blocks of a tensor on a device: one engine for each store.
-    None for the CPU.
+    """Return the copies for a tensor on a device, one object for each store. None for
+    the CPU.
     """
     if tensor.is_cpu:
         return None
@@ -238,7 +238,7 @@ class Target:
         self.views = _in_place(transfer.blocks) if beside is None else _rows(beside)
 
     def finish(self, lengths: Sequence[int | None]) -> Problem:
-        """Copy what was read into the tensor, unless something is wrong with it."""
+        """Copy the blocks that were read into the tensor, unless one is wrong."""
         transfer = self.transfer
         problem = _find_problem(transfer.blocks, lengths)
         if problem is None and transfer.copies is not None:

@@ -7,12 +7,12 @@
 or whose checksum is wrong, fails a whole batch; an engine wants the other blocks all
 the same.
 
-`read_ahead` has a store read ahead what a look-up has found on disk only. The engine
-goes on at once: it asks for the blocks some time later, and finds them in memory then,
-or waits for less. Where everything is in memory, nothing is sent.
+`read_ahead` asks the store to read blocks into memory that a look-up has found on disk
+only. The engine goes on at once. When it loads the blocks some time later, they are in
+memory, or will be soon. If all blocks are in memory, no request is sent.
 
-`pin_loaded` pins what an engine has just used, for a time: it is likely to be used
-again.
+`pin_loaded` pins the blocks that an engine has just used, for a time, because it is
+likely to use them again.
 """
 
 from collections.abc import Iterable, Sequence
@@ -83,7 +83,7 @@ def read_ahead(store: BlockingStore, match: PrefixMatch, keys: Iterable[str], re
 
 def pin_loaded(store: BlockingStore, keys: Iterable[str], pin_s: float | None, record: Record) -> None:
     """Keep blocks that were loaded from being evicted, for `pin_s` seconds from now on
-    if that is set. Never fails: what the store refuses to pin can be evicted.
+    if that is set. Never fails: blocks that the store refuses to pin can be evicted.
     """
     if pin_s is None or not (names := list(keys)):
         return

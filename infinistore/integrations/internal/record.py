@@ -1,4 +1,4 @@
-"""The counts of an engine's adapter, and what it has logged already.
+"""The counts of an engine's adapter, and a log that does not repeat itself.
 
 An engine continues without its store, for thousands of calls. So the log mentions a
 lost store once, and once more when it is back, with the number of calls that failed
@@ -67,7 +67,7 @@ class Record:
             self.succeeded(call)
 
     def guarded(self, call: str, work: Callable[[], _T], otherwise: _T) -> _T:
-        """Return what `work` returns; `otherwise` if it fails, by whatever error: an
+        """Return the result of `work`; `otherwise` if it fails by any error, because an
         engine goes on without its store.
         """
         with self.trying(call, Exception):

@@ -15,7 +15,7 @@ _S = TypeVar("_S", bound="RetentionSettings")
 
 
 def must_be(meaning: str, is_right: Callable[[Any], bool]) -> Any:
-    """Return the validator of a setting whose value must be what `meaning` says."""
+    """Return a validator for a setting. `meaning` describes the right values."""
 
     def check(settings: object, field: "attrs.Attribute[Any]", value: object) -> None:
         if not is_right(value):
@@ -35,7 +35,7 @@ TIME_OR_NONE = must_be("a number of seconds above 0, or null", lambda value: val
 
 @attrs.frozen(kw_only=True)
 class RetentionSettings:
-    """How long what an adapter stores and uses stays there, in seconds."""
+    """How long the blocks of an adapter stay in the store, in seconds."""
 
     ttl_s: float | None = attrs.field(default=None, validator=TIME_OR_NONE)
     """How long after it was stored a block ends, as if deleted; None: not at all."""
