@@ -10,8 +10,8 @@ long (the store), and making arenas (the server).
 
 from collections.abc import Sequence
 from functools import lru_cache
-from itertools import compress, pairwise
-from operator import add, ne, or_
+from itertools import pairwise
+from operator import add
 
 from infinistore.allocators.base import Allocator, AllocatorStatistics, Extent
 from infinistore.core.arena import Arena
@@ -99,8 +99,11 @@ class Pool:
         ends = list(map(add, offsets, map(length_of, extents)))
         if offsets[1:] == ends[:-1] and arenas.count(arenas[0]) == len(arenas):
             return [memory[arenas[0]][offsets[0] : ends[-1]]]
-        begins = map(or_, map(ne, offsets[1:], ends), map(ne, arenas[1:], arenas))  # a hole, or another arena
-        firsts = compress(range(1, len(extents)), begins)
+        firsts = [
+            i
+            for i in range(1, len(extents))
+            if offsets[i] != ends[i - 1] or arenas[i] != arenas[i - 1]  # a hole, or another arena
+        ]
         return [memory[arenas[i]][offsets[i] : ends[j - 1]] for i, j in pairwise([0, *firsts, len(extents)])]
 
     def statistics(self) -> AllocatorStatistics:
