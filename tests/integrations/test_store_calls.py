@@ -51,6 +51,16 @@ def test_what_the_store_does_not_hold_is_found_all_the_same(store: blocking.Bloc
     assert record.counts == {"failed": 1}
 
 
+def test_a_refused_hold_is_logged_again_after_one_that_was_not(
+    store: blocking.BlockingStore, record: Record, caplog: pytest.LogCaptureFixture
+) -> None:
+    for hold_s in (1e6, 1e6, 0.0, 10.0, 1e6):  # 0: no hold, which says nothing of holds
+        match_and_hold(store, ["a", "b"], hold_s, record)
+    assert [word for entry in caplog.records for word in ("failed,", "again;") if word in entry.getMessage()] == [
+        *("failed,", "again;", "failed,")
+    ]
+
+
 def test_what_was_loaded_is_pinned_if_that_is_set_and_a_failure_is_counted(
     store: blocking.BlockingStore, record: Record, monkeypatch: pytest.MonkeyPatch
 ) -> None:

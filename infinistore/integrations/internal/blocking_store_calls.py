@@ -31,10 +31,13 @@ def match_and_hold(store: BlockingStore, keys: Sequence[str], hold_s: float, rec
     most of them will be there all the same.
     """
     try:
-        return store.match_prefix(keys, hold_s=hold_s)
+        match = store.match_prefix(keys, hold_s=hold_s)
     except LimitExceeded as error:
         record.failed("hold", error)
         return store.match_prefix(keys)
+    if hold_s:
+        record.succeeded("hold")
+    return match
 
 
 def read_exactly(store: BlockingStore, items: Sequence[tuple[str, memoryview]], record: Record) -> list[bool | None]:

@@ -30,10 +30,13 @@ async def match_and_hold(store: AsyncStore, keys: Sequence[str], hold_s: float, 
     most of them will be there all the same.
     """
     try:
-        return await store.match_prefix(keys, hold_s=hold_s)
+        match = await store.match_prefix(keys, hold_s=hold_s)
     except LimitExceeded as error:
         record.failed("hold", error)
         return await store.match_prefix(keys)
+    if hold_s:
+        record.succeeded("hold")
+    return match
 
 
 async def read_exactly(store: AsyncStore, items: Sequence[tuple[str, memoryview]], record: Record) -> list[bool | None]:
