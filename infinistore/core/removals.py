@@ -148,7 +148,15 @@ _SLICE_KEYS = 4096
 class Removals:
     """The removals of one store. Those who call it have an index that is up to date."""
 
-    def __init__(self, pool: Pool, retired: Retired, retention: Retention, journal: Journal | None) -> None:
+    def __init__(
+        self,
+        pool: Pool,
+        retired: Retired,
+        retention: Retention,
+        log: RemovalLog,
+        deletions: Deletions,
+        journal: Journal | None,
+    ) -> None:
         self.on_removal: Callable[[Sequence[Entry]], object] | None = None
         """Called with blocks that lose their keys, before their space is used again."""
         self.deleted = 0
@@ -157,13 +165,11 @@ class Removals:
         """Keys whose time to live was over."""
         self.checksum_drops = 0
         """Blocks dropped because their bytes did not match their checksum."""
-        self.log: RemovalLog | None = None
-        """What keeps the last removals, while somebody follows them."""
-        self.deletions: Deletions | None = None
-        """What keeps copies from bringing deleted keys back."""
         self._pool = pool
         self._retired = retired
         self._retention = retention
+        self._log = log
+        self._deletions = deletions
         self._journal = journal
 
     def announce(self, entries: list[Entry]) -> None:
@@ -176,13 +182,12 @@ class Removals:
         that is named twice goes once."""
         self.announce(entries)
         scanned = self._retired.scan_for(entries)
-        log = self.log
-        gone = index.those_there(keys) if log is not None and log.is_kept else ()
+        gone = index.those_there(keys) if self._log.is_kept else ()
         removed = index.remove(keys)
         self._retention.removed(keys)
         self._retired.add(entries if removed == len(entries) else list(set(entries)), scanned=scanned)
-        if log is not None and gone:
-            log.note(gone)
+        if gone:
+            self._log.note(gone)
         return removed
 
     def replace(self, index: Index, keys: Sequence[str], entries: Sequence[Entry]) -> None:
@@ -198,8 +203,7 @@ class Removals:
 
     def delete(self, index: Index, keys: Sequence[str], change: Change = "delete") -> int:
         """Remove those of the keys that are there; return how many."""
-        if self.deletions is not None:
-            self.deletions.note(keys)
+        self._deletions.note(keys)
         return self._delete(index, keys, change)
 
     def _delete(self, index: Index, keys: Sequence[str], change: Change) -> int:
@@ -227,7 +231,7 @@ class Removals:
     def purge(self, index: Index, max_keys: int | None) -> int:
         """Remove every key, or the coldest `max_keys` of them; return how many."""
         change: Change = "purge" if max_keys is None else "delete"
-        self._note_purge()
+        self._deletions.note_all()
         return self._delete(index, list(islice(index, max_keys)), change)
 
     def purge_in_slices(self, up_to_date: Callable[[], Index]) -> Iterator[int]:
@@ -237,15 +241,11 @@ class Removals:
         Recency says nothing about what was there: others touch keys in between.
         """
         keys, first = list(up_to_date()), 0
-        self._note_purge()
+        self._deletions.note_all()
         while first < len(keys):
             some = keys[first : first + self.slice_keys()]
             yield self._delete(up_to_date(), some, "delete")
             first += len(some)
-
-    def _note_purge(self) -> None:
-        if self.deletions is not None:
-            self.deletions.note_all()
 
     def slice_keys(self) -> int:
         """How many keys the next slice of a purge has."""

@@ -172,12 +172,12 @@ class StoreCore:
         """By leases, holds and hazards."""
         self.retention = Retention(pool, self.pins, self.limits, clock)
         """What ends at a time, and what is protected from eviction."""
+        self.removal_log = RemovalLog(clock, random)
+        """The last removals, while somebody follows them."""
+        self.deletions = Deletions(random)
+        """What keeps copies from other stores from bringing deleted keys back."""
         self.retired = self.make_retired()
         self.removals = self.make_removals()
-        self.removal_log = self.removals.log = RemovalLog(clock, random)
-        """The last removals, while somebody follows them."""
-        self.deletions = self.removals.deletions = Deletions(random)
-        """What keeps copies from other stores from bringing deleted keys back."""
         self.space = self.make_space()
         self.holds = Holds(pool, self.pins, self.retired, self.limits, clock=clock, random=random)
         self.hazard_pins = HazardPins(self.pins, self.retired)
@@ -204,7 +204,7 @@ class StoreCore:
 
     def make_removals(self) -> Removals:
         """Make a part."""
-        return Removals(self.pool, self.retired, self.retention, self.journal)
+        return Removals(self.pool, self.retired, self.retention, self.removal_log, self.deletions, self.journal)
 
     def make_space(self) -> Space:
         """Make a part."""

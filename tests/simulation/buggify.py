@@ -198,7 +198,8 @@ class _BuggifiedStore(StoreCore):
         return _Retired(self.buggify, self.pool, self.pins)
 
     def make_removals(self) -> Removals:
-        return _Removals(self.buggify, self.pool, self.retired, self.retention, self.journal)
+        parts = self.pool, self.retired, self.retention, self.removal_log, self.deletions
+        return _Removals(self.buggify, *parts, self.journal)
 
     def prepare(self, reservation: Reservation, keys: Sequence[str], written: Written) -> bool:
         if self.buggify(Point.PREPARE_REFUSED):
