@@ -17,7 +17,7 @@ COUNTS_BYTES = {
         "client/movers/shm/known_blocks.py",
         "cli/files.py",
     ),
-    *("demo/messages.py", "demo/display.py", "doctor/rdma.py", "server/management/selftest.py"),
+    *("demo/workers.py", "demo/display.py", "doctor/rdma.py", "server/management/selftest.py"),
     *(
         "tensors/tensor_blocks.py",
         *("integrations/internal/store_calls.py", "integrations/internal/blocking_store_calls.py"),
