@@ -26,7 +26,7 @@ _MOST_DEPTH: Final = 16
 Node: TypeAlias = Any
 """A `yaml.Node`: yaml is imported late, and its stubs do not tell its kinds apart."""
 _LINE_BREAK: Final = re.compile("\n|\r(?!\n)|\x85|\u2028|\u2029")
-"""Where YAML begins a line; `\\r\\n` is one break, and its `\\r` stays with the line."""
+"""Where YAML begins a line. `\\r\\n` is one break; its `\\r` stays with the line."""
 _NOBODY: Final = 65534  # everybody whom a container does not know
 _LARGEST_UID: Final = 2**32 - 2
 _NAME_IN_CERTIFICATE: Final = re.compile(r"(DNS|URI|email):([^\s*]{1,255})")
