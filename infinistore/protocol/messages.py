@@ -8,7 +8,7 @@ stands before the requests that it answers.
 import enum
 from array import array
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Any, ClassVar, Final, Generic, NamedTuple, NewType, NoReturn, Self, TypeVar, cast
+from typing import TYPE_CHECKING, Any, ClassVar, Final, Generic, NamedTuple, NewType, NoReturn, Self, TypeVar, cast
 
 import attrs
 from attrs import validators
@@ -42,7 +42,13 @@ def _count(_: object, attribute: "attrs.Attribute[int]", value: int) -> None:
         raise ValueError(f"{attribute.name} is a whole number from 0 to 2**64 - 1, not {value!r}")
 
 
-@attrs.frozen
+if TYPE_CHECKING:
+    from attrs import frozen as _frozen
+else:  # setting the fields of a frozen instance takes three times as long
+    _frozen = attrs.define(unsafe_hash=True, on_setattr=attrs.setters.NO_OP)
+
+
+@_frozen
 class Message:
     """What crosses the wire: a frame holds one message."""
 
@@ -54,7 +60,7 @@ class Message:
     """The capabilities one of which the receiver must have; none if all know it."""
 
 
-@attrs.frozen
+@_frozen
 class Reply(Message):
     """Answers a request."""
 
@@ -64,7 +70,7 @@ class Reply(Message):
         return self
 
 
-@attrs.frozen
+@_frozen
 class Request(Message):
     """Asks a server for something, or tells it something."""
 
@@ -239,7 +245,7 @@ def _shard(text: str) -> Shard:
     return Shard(int(port), path)
 
 
-@attrs.frozen
+@_frozen
 class ErrorReply(Reply):
     """The request failed. `code` is one of `infinistore.errors`.
 
@@ -254,7 +260,7 @@ class ErrorReply(Reply):
     fatal: bool = attrs.field(default=False, validator=validators.instance_of(bool))
 
 
-@attrs.frozen
+@_frozen
 class CountReply(Reply):
     """The reply to every request that is answered by one number."""
 
@@ -268,7 +274,7 @@ class CountReply(Reply):
         return self.count
 
 
-@attrs.frozen
+@_frozen
 class HelloReply(Reply):
     """The server's answer to `Hello`: its identity, and the limits for requests.
 
@@ -291,7 +297,7 @@ class HelloReply(Reply):
     shards: Keys = attrs.field(factory=lambda: Keys([]), metadata={"since": 1})
 
 
-@attrs.frozen
+@_frozen
 class Hello(Request):
     """The first frame of a connection, from the client.
 
@@ -306,7 +312,7 @@ class Hello(Request):
     token: str = attrs.field(default="", validator=_text, repr=False)
 
 
-@attrs.frozen
+@_frozen
 class PutReply(Reply):
     """The batch is stored.
 
@@ -319,7 +325,7 @@ class PutReply(Reply):
     skipped: Numbers
 
 
-@attrs.frozen
+@_frozen
 class Put(Request):
     """Store a batch.
 
@@ -341,7 +347,7 @@ class Put(Request):
     since: int = attrs.field(default=0, validator=_count, metadata={"since": 1})
 
 
-@attrs.frozen
+@_frozen
 class GetReply(Reply):
     """The blocks, back to back in the payload.
 
@@ -355,7 +361,7 @@ class GetReply(Reply):
     checksums: Numbers
 
 
-@attrs.frozen
+@_frozen
 class Get(Request):
     """Read a batch.
 
@@ -369,7 +375,7 @@ class Get(Request):
     checksums: bool = True
 
 
-@attrs.frozen
+@_frozen
 class ExistsReply(Reply):
     """One byte for each key: 1 if it is in the store, else 0.
 
@@ -397,14 +403,14 @@ class ExistsReply(Reply):
         return Found.partly_on_disk(flags, self.on_disk) if self.on_disk else Found(flags)
 
 
-@attrs.frozen
+@_frozen
 class Exists(Request, KeyedRequest[bool]):
     """Ask which keys are in the store. With `touch`, this counts as a use of them."""
 
     KIND = 0x04
     REPLY = ExistsReply
     keys: Keys
-    touch: bool = attrs.field(default=False, validator=validators.instance_of(bool))
+    touch: bool = False
 
     def merge(self, parts: Iterable[tuple[Sequence[int], Sequence[bool]]]) -> Found:
         """Put the results of parts into the order of the keys, and add up what is on
@@ -415,7 +421,7 @@ class Exists(Request, KeyedRequest[bool]):
         return Found.partly_on_disk(super().merge(parts), on_disk)
 
 
-@attrs.frozen
+@_frozen
 class MatchPrefixReply(Reply):
     """How many leading keys are in the store, and the id of the hold.
 
@@ -435,7 +441,7 @@ class MatchPrefixReply(Reply):
         return Matched(self.matched, f"{self.hold:x}" if self.hold else "", self.on_disk)
 
 
-@attrs.frozen
+@_frozen
 class MatchPrefix(Request, BatchRequest[Matched]):
     """Count the leading keys that are in the store.
 
@@ -449,7 +455,7 @@ class MatchPrefix(Request, BatchRequest[Matched]):
     hold_us: int = attrs.field(default=0, validator=_count)
 
 
-@attrs.frozen
+@_frozen
 class ReleaseHold(Request):
     """End a hold before it expires. The count in the reply is 1 if it existed,
     else 0.
@@ -460,7 +466,7 @@ class ReleaseHold(Request):
     hold: int = attrs.field(validator=_count)
 
 
-@attrs.frozen
+@_frozen
 class Delete(Request, CountingRequest):
     """Delete keys. The count in the reply says how many existed."""
 
@@ -470,7 +476,7 @@ class Delete(Request, CountingRequest):
     keys: Keys
 
 
-@attrs.frozen
+@_frozen
 class VerifyReply(Reply):
     """One byte for each key: 0 if the block was bad and has been dropped, else 1."""
 
@@ -479,7 +485,7 @@ class VerifyReply(Reply):
     sound: bytes = attrs.field(validator=validators.instance_of(bytes))
 
 
-@attrs.frozen
+@_frozen
 class Verify(Request):
     """Report a wrong checksum: the server hashes the blocks, and drops bad ones."""
 
@@ -488,7 +494,7 @@ class Verify(Request):
     keys: Keys
 
 
-@attrs.frozen
+@_frozen
 class Flush(Request, CountingRequest):
     """Write blocks to disk now, and wait until they are durable.
 
@@ -505,7 +511,7 @@ class Flush(Request, CountingRequest):
         return 0
 
 
-@attrs.frozen
+@_frozen
 class PrefetchReply(Reply):
     """How many blocks are being read, and the id of the hold.
 
@@ -526,7 +532,7 @@ class PrefetchReply(Reply):
         return Prefetched(self.reading, self.skipped, f"{self.hold:x}" if self.hold else "")
 
 
-@attrs.frozen
+@_frozen
 class Prefetch(Request, BatchRequest[Prefetched]):
     """Begin to read blocks from disk into memory, the first ones first.
 
@@ -541,7 +547,7 @@ class Prefetch(Request, BatchRequest[Prefetched]):
     hold_us: int = attrs.field(default=0, validator=_count)
 
 
-@attrs.frozen
+@_frozen
 class KeysReply(Reply):
     """One page of keys.
 
@@ -559,7 +565,7 @@ class KeysReply(Reply):
         return self.keys
 
 
-@attrs.frozen
+@_frozen
 class ListKeys(Request, StoreRequest[list[str]]):
     """Request one page of keys with `prefix`, after `after`, in code point order."""
 
@@ -570,7 +576,7 @@ class ListKeys(Request, StoreRequest[list[str]]):
     limit: int = attrs.field(default=1000, validator=_count)
 
 
-@attrs.frozen
+@_frozen
 class Purge(Request, StoreRequest[int]):
     """Delete everything. The count in the reply says how many keys existed."""
 
@@ -579,7 +585,7 @@ class Purge(Request, StoreRequest[int]):
     idempotent = False
 
 
-@attrs.frozen
+@_frozen
 class Evict(Request, StoreRequest[int]):
     """If more than `high` of the pool is in use, evict blocks until at most `low` is.
 
@@ -593,7 +599,7 @@ class Evict(Request, StoreRequest[int]):
     high: float = attrs.field(converter=float, validator=_ratio)
 
 
-@attrs.frozen
+@_frozen
 class StatisticsReply(Reply):
     """The statistics as nested maps, with the names of `infinistore.statistics.Stats`.
 
@@ -606,7 +612,7 @@ class StatisticsReply(Reply):
     statistics: Tree
 
 
-@attrs.frozen
+@_frozen
 class Statistics(Request, StoreRequest[Stats]):
     """Request the statistics; with `details`, also what takes longer to collect."""
 
@@ -615,7 +621,7 @@ class Statistics(Request, StoreRequest[Stats]):
     details: bool = False
 
 
-@attrs.frozen
+@_frozen
 class RemovedReply(Reply):
     """Keys that were removed and are not there now, and where to go on.
 
@@ -632,7 +638,7 @@ class RemovedReply(Reply):
     missed: int = attrs.field(default=0, validator=_count)
 
 
-@attrs.frozen
+@_frozen
 class Removed(Request):
     """Ask which keys were removed since the removal with this number of this log.
 
@@ -656,7 +662,7 @@ class Removed(Request):
         )
 
 
-@attrs.frozen
+@_frozen
 class Mark(Request, StoreRequest[int]):
     """Ask for a mark, which `Put.since` names. It is 0 if the server makes none.
 
@@ -673,7 +679,7 @@ class Mark(Request, StoreRequest[int]):
         return 0
 
 
-@attrs.frozen
+@_frozen
 class PinReply(Reply):
     """One byte for each key: 1 if it is pinned now, or was before it was unpinned."""
 
@@ -688,7 +694,7 @@ class PinReply(Reply):
         return list(map(bool, self.pinned))
 
 
-@attrs.frozen
+@_frozen
 class Pin(Request, KeyedRequest[bool]):
     """Protect keys from eviction, or with `pinned` false, protect them no more.
 
@@ -705,7 +711,7 @@ class Pin(Request, KeyedRequest[bool]):
     ttl_us: int = attrs.field(default=0, validator=_count, metadata={"since": 1})
 
 
-@attrs.frozen
+@_frozen
 class TimesLeftReply(Reply):
     """After how many microseconds each key ends.
 
@@ -735,7 +741,7 @@ class TakeOverStep(enum.IntEnum):
     ends and never serves again."""
 
 
-@attrs.frozen
+@_frozen
 class TimesLeft(Request, KeyedRequest[int | None]):
     """Ask after how many microseconds keys end: 0 for those that do not, None for those
     that are missing.
@@ -751,7 +757,7 @@ class TimesLeft(Request, KeyedRequest[int | None]):
         return [0] * len(self.keys)
 
 
-@attrs.frozen
+@_frozen
 class TakeOverReply(Reply):
     """Descriptors from number `first` on come with the first byte.
 
@@ -766,7 +772,7 @@ class TakeOverReply(Reply):
     numbers: Numbers
 
 
-@attrs.frozen
+@_frozen
 class TakeOver(Request):
     """One step on the way to take the server's place; see `TakeOverStep`.
 
@@ -781,7 +787,7 @@ class TakeOver(Request):
     first: int = attrs.field(default=0, validator=_count)
 
 
-@attrs.frozen
+@_frozen
 class MapArenasReply(Reply):
     """The lengths of the arenas, in bytes.
 
@@ -798,7 +804,7 @@ class MapArenasReply(Reply):
     writable: bool = attrs.field(validator=validators.instance_of(bool))
 
 
-@attrs.frozen
+@_frozen
 class MapArenas(Request):
     """Request the descriptors of the arenas from number `first` on.
 
@@ -811,7 +817,7 @@ class MapArenas(Request):
     first: int = attrs.field(default=0, validator=_count)
 
 
-@attrs.frozen
+@_frozen
 class MapTablesReply(Reply):
     """The removal table and the hazard table, whose descriptors come with the frame.
 
@@ -828,7 +834,7 @@ class MapTablesReply(Reply):
     unit_bytes: int = attrs.field(default=1, validator=_count)
 
 
-@attrs.frozen
+@_frozen
 class MapTables(Request):
     """Request the tables that let a client read known blocks without a request.
 
@@ -840,7 +846,7 @@ class MapTables(Request):
     CAPABILITY = Capability.TABLES
 
 
-@attrs.frozen
+@_frozen
 class ReserveReply(Reply):
     """The space, as packed offsets (`packed_offsets`).
 
@@ -854,7 +860,7 @@ class ReserveReply(Reply):
     places: Numbers
 
 
-@attrs.frozen
+@_frozen
 class Reserve(Request):
     """Allocate space for a batch that the client will write into mapped arenas.
 
@@ -869,7 +875,7 @@ class Reserve(Request):
     spare: bool = attrs.field(default=False, validator=validators.instance_of(bool))
 
 
-@attrs.frozen
+@_frozen
 class Commit(Request):
     """Name the blocks of a reservation and make them visible, all at once.
 
@@ -887,7 +893,7 @@ class Commit(Request):
     ttl_us: int = attrs.field(default=0, validator=_count, metadata={"since": 1})
 
 
-@attrs.frozen
+@_frozen
 class PrepareReply(Reply):
     """Whether the commit word suffices.
 
@@ -905,7 +911,7 @@ class PrepareReply(Reply):
     removals: int = attrs.field(default=0, validator=_count)
 
 
-@attrs.frozen
+@_frozen
 class Prepare(Request):
     """Name the blocks of a reservation before they are written.
 
@@ -923,7 +929,7 @@ class Prepare(Request):
     checksums: bool = attrs.field(default=True, validator=validators.instance_of(bool))
 
 
-@attrs.frozen
+@_frozen
 class LeaseReply(Reply):
     """Where the blocks are.
 
@@ -941,7 +947,7 @@ class LeaseReply(Reply):
     removals: int = attrs.field(default=0, validator=_count)
 
 
-@attrs.frozen
+@_frozen
 class Lease(Request):
     """Pin a batch for reading in mapped arenas, until `Release`.
 
@@ -957,7 +963,7 @@ class Lease(Request):
     inline_bytes: int = attrs.field(default=0, validator=_count)
 
 
-@attrs.frozen
+@_frozen
 class Touch(Request):
     """Report the use of keys without a request; with `read`, a read of their blocks.
 
@@ -970,7 +976,7 @@ class Touch(Request):
     read: bool = attrs.field(default=True, validator=validators.instance_of(bool))
 
 
-@attrs.frozen
+@_frozen
 class Release(Request):
     """End a lease. It has no reply, so the client does not wait.
 
@@ -983,7 +989,7 @@ class Release(Request):
     lease: int = attrs.field(validator=_count)
 
 
-@attrs.frozen
+@_frozen
 class Abort(Request):
     """Give the space of a reservation back. It has no reply."""
 
@@ -992,7 +998,7 @@ class Abort(Request):
     reservation: int = attrs.field(validator=_count)
 
 
-@attrs.frozen
+@_frozen
 class RdmaConnectReply(Reply):
     """The server's queue pair, which is connected.
 
@@ -1009,7 +1015,7 @@ class RdmaConnectReply(Reply):
     reads: int = attrs.field(default=1, validator=_count)
 
 
-@attrs.frozen
+@_frozen
 class RdmaConnect(Request):
     """Connect the client's queue pair to a new one of the server.
 
@@ -1030,7 +1036,7 @@ class RdmaConnect(Request):
     reads: int = attrs.field(default=1, validator=_count)
 
 
-@attrs.frozen
+@_frozen
 class RdmaPut(Request):
     """Store a batch that the server reads from the client's registered memory.
 
@@ -1051,7 +1057,7 @@ class RdmaPut(Request):
     ttl_us: int = attrs.field(default=0, validator=_count, metadata={"since": 1})
 
 
-@attrs.frozen
+@_frozen
 class RdmaGetReply(Reply):
     """Where the blocks are: at the requested addresses, in the payload, or leased.
 
@@ -1068,7 +1074,7 @@ class RdmaGetReply(Reply):
     inline: bool = attrs.field(default=False, validator=validators.instance_of(bool))
 
 
-@attrs.frozen
+@_frozen
 class RdmaGet(Request):
     """Read a batch, which the server writes into the client's registered memory.
 
@@ -1095,7 +1101,7 @@ class RdmaGet(Request):
     read_back: bool = attrs.field(default=False, validator=validators.instance_of(bool))
 
 
-@attrs.frozen
+@_frozen
 class RdmaFill(Request):
     """Read a piece of a reserved batch from the client's registered memory.
 
@@ -1113,7 +1119,7 @@ class RdmaFill(Request):
     remote_key: int = attrs.field(validator=_count)
 
 
-@attrs.frozen
+@_frozen
 class RdmaFetch(Request):
     """Write a piece of a leased batch into the client's registered memory.
 
