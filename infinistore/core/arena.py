@@ -259,7 +259,7 @@ def _collapse(arena: Arena, page_bytes: int, start: int, length: int) -> None:
 
 
 def _huge_page_bytes(length: int) -> int:
-    """How long the huge pages of so long an arena are; 0 if it has none."""
+    """The length of the huge pages of an arena of this length; 0 if it has none."""
     return _transparent_page_bytes() if length >= _HUGE_FROM_BYTES else 0
 
 

@@ -1,9 +1,9 @@
-"""The journal: what a store committed and removed, for whoever keeps a second copy.
+"""The journal: what a store committed and removed, for the disk tier below it.
 
-One item a batch, in the order in which the store carried it out, however it was asked
-to: by a call, or by a word in shared memory (see `committed`). What the journal tells
-is enough to know which block each key has, but for eviction, which it does not tell: an
-evicted block is still the last one that was put under its key.
+It has one item for each batch, in the order in which the store carried it out, whether
+a call asked for it or a word in shared memory (`StoreCore.prepare`). From these items,
+a reader knows which block each key has. Only evictions are missing: an evicted block is
+still the last one that was put under its key.
 
 Leaves to others: to call `take`, soon and again; items refer to keys and entries, and
 nothing else forgets them.

@@ -153,6 +153,7 @@ class Removals:
         pool: Pool,
         retired: Retired,
         retention: Retention,
+        *,
         log: RemovalLog,
         deletions: Deletions,
         journal: Journal | None,

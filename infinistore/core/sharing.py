@@ -1,13 +1,13 @@
 """How tenants share one pool: whose blocks go for a batch, and what each may have.
 
-A tenant may use what is free, whoever it is reserved for: then it is above what is
-reserved for it, and its blocks go when the others come. At its own limits, a tenant
-evicts its own blocks, the least recently used first.
+A tenant may use free space that is reserved for another. It is then above its own
+reservation, and its blocks are evicted when the other tenant needs the space. At its
+own limits, a tenant evicts its own blocks, the least recently used first.
 
-The victim is whoever is most above what is reserved for it, in proportion to its
-weight. It gives blocks until the next one is as far above, and so on. Whoever is at or
-below what is reserved for it gives nothing, except that the last block that it gives
-may cross that line. The victims are in a heap, so that a choice costs O(log n) of n
+The victim is the tenant that is most above its reservation, in proportion to its
+weight. It gives blocks until the next one is as far above, and so on. A tenant at or
+below its reservation gives nothing, except that the last block that it gives may cross
+that line. The victims are in a heap, so that a choice costs O(log n) of n
 tenants. What is in the heap is never below what it should be: a tenant that has grown
 is listed anew, one that has shrunk is found out when it is looked at.
 
@@ -305,7 +305,7 @@ class Sharing:
         return self._take(self.victims.plan(wanted_bytes, most_pieces=max_blocks), cause, max_blocks)
 
     def reclaim(self) -> None:
-        """Free what waits to be free, whoever it is of."""
+        """Free the space of all tenants that waits to be freed."""
         for sharer in self.mapping:
             sharer.reclaim()
 

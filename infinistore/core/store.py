@@ -166,7 +166,7 @@ class StoreCore:
         self.watermarks = watermarks or Watermarks()
         self.growth = growth or Growth()
         self.journal = journal
-        self._reads = journal if journal is not None and journal.reads else None  # which is told of reads
+        self._reads = journal if journal is not None and journal.reads else None  # only if it follows reads
         self.clients: set[Client] = set()  # only `open_client` and `close_client` change it
         self.pins = PinTable(pool.footprint)
         """By leases, holds and hazards."""
@@ -204,7 +204,12 @@ class StoreCore:
 
     def make_removals(self) -> Removals:
         """Make a part."""
-        return Removals(self.pool, self.retired, self.retention, self.removal_log, self.deletions, self.journal)
+        return Removals(
+            *(self.pool, self.retired, self.retention),
+            log=self.removal_log,
+            deletions=self.deletions,
+            journal=self.journal,
+        )
 
     def make_space(self) -> Space:
         """Make a part."""

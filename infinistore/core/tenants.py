@@ -318,7 +318,7 @@ class Tenants:
 
     @property
     def on_removal(self) -> Callable[[Sequence[Entry]], object] | None:
-        """Called with blocks that lose their keys, whoever they are of, before their
+        """Called with the blocks of any tenant that lose their keys, before their
         space is reused. Set it before anything is stored: clients may then pin blocks
         without a request, and what is reserved is kept free."""
         return self._on_removal

@@ -167,7 +167,7 @@ class Tasks:
 
     def __init__(self) -> None:
         self.jobs: list[Job] = []
-        """New jobs; whoever starts them takes them from here."""
+        """New jobs, from where their runner takes them."""
         self._ready: deque[_Task] = deque()
         self._waiting: list[_Task] = []
         self._by_job: dict[Job, _Task] = {}

@@ -301,7 +301,7 @@ class Tenancy:
         self._parts = parts
         self.whole: StoreCore = WholeStore([group.tenants for group in groups.values()], clock=clock)
         self.figures: Callable[[str, StoreCore, bool, DiskTierStatistics | None], Awaitable[Tree]] | None = None
-        """Returns what a tenant is told of itself and its store, without or with
+        """Returns the statistics of a tenant and its store, without or with
         details, and of its disks."""
         self.disks = ServerDisks(Tiers(self.whole))
         """The disks of tenants."""

@@ -123,8 +123,8 @@ class _Retired(Retired):
 
 
 class _Removals(Removals):
-    def __init__(self, buggify: Buggify, *arguments: Any) -> None:
-        super().__init__(*arguments)
+    def __init__(self, buggify: Buggify, *arguments: Any, **options: Any) -> None:
+        super().__init__(*arguments, **options)
         self._buggify = buggify
 
     def purge(self, index: Index, max_keys: int | None) -> int:
@@ -198,8 +198,9 @@ class _BuggifiedStore(StoreCore):
         return _Retired(self.buggify, self.pool, self.pins)
 
     def make_removals(self) -> Removals:
-        parts = self.pool, self.retired, self.retention, self.removal_log, self.deletions
-        return _Removals(self.buggify, *parts, self.journal)
+        log, deletions, journal = self.removal_log, self.deletions, self.journal
+        parts = self.pool, self.retired, self.retention
+        return _Removals(self.buggify, *parts, log=log, deletions=deletions, journal=journal)
 
     def prepare(self, reservation: Reservation, keys: Sequence[str], written: Written) -> bool:
         if self.buggify(Point.PREPARE_REFUSED):
