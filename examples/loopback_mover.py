@@ -52,7 +52,7 @@ class LoopbackConnection(server.ConnectionMover):
         await self._conversation.reply(await self._holdings.reserve(request.sizes, received))
 
     async def _lease(self, request: m.Lease, received: Any) -> None:
-        lease = self._conversation.lease(request)
+        lease = await self._conversation.lease(request, received)
         sizes, places = [n or m.MISSING for n in lease.lengths], [entry or (0, 0) for entry in lease.entries]
         arrays = pack_u64(sizes), pack_u64(lease.checksums), pack_u64(pack_offsets(places))
         await self._conversation.reply(m.LeaseReply(self._holdings.keep(lease), *arrays, 0))

@@ -200,12 +200,11 @@ def expected_error(group: BaseExceptionGroup[BaseException]) -> BaseException | 
     the group contains another error, which is a bug.
     """
     expected, unexpected = group.split((DemoError, infinistore.InfiniStoreException))
-    if unexpected is not None:
-        return None
-    error: BaseException | None = expected
-    while isinstance(error, BaseExceptionGroup):
-        error = error.exceptions[0]
-    return error
+    return None if expected is None or unexpected is not None else _first(expected)
+
+
+def _first(error: BaseException) -> BaseException:
+    return _first(error.exceptions[0]) if isinstance(error, BaseExceptionGroup) else error
 
 
 def _send(event: Event) -> None:
@@ -372,17 +371,19 @@ class Worker:
 def main(title: str) -> None:
     """Be a worker until there are no more jobs."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
-    failed: BaseException | None
     try:
         return trio.run(_serve_orders, title)
     except BaseExceptionGroup as group:
-        failed = expected_error(group)
-        if failed is None:
+        if (error := expected_error(group)) is None:
             raise
+        _send(Failed(_line(error)))
     except (DemoError, infinistore.InfiniStoreException) as error:
-        failed = error
-    _send(Failed(" ".join(str(failed).split()) or type(failed).__name__))
+        _send(Failed(_line(error)))
     sys.exit(1)
+
+
+def _line(error: BaseException) -> str:
+    return " ".join(str(error).split()) or type(error).__name__
 
 
 async def _serve_orders(title: str) -> None:
