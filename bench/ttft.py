@@ -229,7 +229,7 @@ def read(bench: Bench) -> dict[str, float]:
     from infinistore import blocking
     from infinistore.integrations.internal.record import Record
     from infinistore.integrations.vllm.background import Background
-    from infinistore.integrations.vllm.blocks import Blocks, Group, Load, Step, block_names, layer_labels
+    from infinistore.integrations.vllm.blocks import Blocks, LayerGroup, Load, Step, block_names, layer_labels
     from infinistore.integrations.vllm.settings import ConnectorSettings
     from infinistore.integrations.vllm.worker import WorkerSide
 
@@ -240,7 +240,7 @@ def read(bench: Bench) -> dict[str, float]:
     cache = torch.rand(len(layers), count, heads, BLOCK_TOKENS, 128)
     labels = layer_labels(layers)
     names = block_names({}, model="read", namespace="bench", layers=tuple(labels.values()), shards=1)
-    groups = [Group(names.layers, BLOCK_TOKENS)]
+    groups = [LayerGroup(names.layers, BLOCK_TOKENS)]
     with blocking.open_store(bench.url) as store:
         record = Record(logging.getLogger("bench"), bench.url)
         settings = ConnectorSettings(url=bench.url)

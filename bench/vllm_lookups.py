@@ -29,7 +29,7 @@ from rich.table import Table
 from infinistore.blocking import BlockingStore, open_store
 from infinistore.integrations.internal.prefix_keys import PrefixChain
 from infinistore.integrations.internal.record import Record
-from infinistore.integrations.vllm.blocks import BlockNames, Group, block_names
+from infinistore.integrations.vllm.blocks import BlockNames, LayerGroup, block_names
 from infinistore.integrations.vllm.scheduler import SchedulerSide
 
 MODELS = {
@@ -60,7 +60,7 @@ class Model:
         layers, block_tokens, shards = MODELS[name]
         labels = tuple(map(str, range(layers)))
         names: BlockNames = block_names({"name": name}, model="bench", namespace="", layers=labels, shards=shards)
-        groups = (Group(labels, block_tokens),)
+        groups = (LayerGroup(labels, block_tokens),)
         record = Record(logging.getLogger("bench"), "of a benchmark")
         self._scheduler = SchedulerSide(store, names, record, groups=groups, reads=True, writes=True)
         self._stored = [random.Random(1).randrange(1 << 17) for _ in range(tokens + 1)]

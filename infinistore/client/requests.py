@@ -13,7 +13,7 @@ from typing import Any, ClassVar, NamedTuple, Self, TypeAlias
 import attrs
 
 from infinistore.client.memory.buffers import DeviceBatch
-from infinistore.client.memory.views import Kept, Leased, ReservedRoom
+from infinistore.client.memory.views import Leased, ReservationLink, ReservedRoom
 from infinistore.cluster.membership import View
 from infinistore.errors import KeyNotFound, StoreUnavailable
 from infinistore.kept_errors import KeptError
@@ -171,7 +171,7 @@ class Reserve(StoreRequest[ReservedRoom]):
 
     keys: list[str]
     sizes: Sequence[int]
-    kept: Kept
+    kept: ReservationLink
     moves_blocks = True
 
 
@@ -182,7 +182,7 @@ class Commit(StoreRequest[None]):
     """
 
     room: ReservedRoom
-    kept: Kept
+    kept: ReservationLink
     ttl_us: int = 0
     idempotent = False
     moves_blocks = True

@@ -5,7 +5,7 @@ The hash tag of a key is the text in its first `{...}`, as in Redis; without one
 whole key. The tag's xxh3 selects one of 65,536 slots, and each slot ranks the nodes by
 weighted rendezvous hashing (`Rendezvous`): a node that joins takes keys from the others
 and moves none between them. Copies are on nodes of different machines, if there are
-any, and of different zones (`Apart`). Slots are filled when they are first asked for.
+any, and of different zones (`ReplicaSpread`). Slots are filled on first use.
 """
 
 import math
@@ -144,7 +144,7 @@ def machine_of(node: Node) -> str:
     return node.host or node.address.partition("://")[2].rpartition(":")[0]
 
 
-class Apart:
+class ReplicaSpread:
     """Chooses nodes, named by their indices, for the copies of keys."""
 
     def __init__(self, nodes: Sequence[Node], copies: int) -> None:
@@ -186,9 +186,9 @@ class Apart:
         found, most = -1, -1
         for node in order:
             if node not in chosen:
-                apart = 2 * (self._machines[node] not in machines) + (self._zones[node] not in zones)
-                if apart > most:
-                    found, most = node, apart
+                spread = 2 * (self._machines[node] not in machines) + (self._zones[node] not in zones)
+                if spread > most:
+                    found, most = node, spread
                     if most == 3:
                         break
         return found
@@ -238,20 +238,20 @@ class Placement:
         arrays = _import_numpy() if with_numpy else None
         self.lacks_numpy = arrays is None and len(view.nodes) > _MOST_WITHOUT_NUMPY
         """Whether there are so many nodes that it should be installed."""
-        self._apart = Apart(view.nodes, view.copies)
+        self._spread = ReplicaSpread(view.nodes, view.copies)
         self._states = [node.state for node in view.nodes]
         self._changing = len(view.nodes) - self._states.count(NodeState.SERVING)
         self._places: dict[int, Sequence[int]] = {}
         weights = [node.weight for node in view.nodes]
         older = None if previous is None else previous._readers
-        self._readers: _Owners = _Owners(view, weights, older, self._moves, apart=self._apart, arrays=arrays)
+        self._readers: _Owners = _Owners(view, weights, older, self._moves, spread=self._spread, arrays=arrays)
         self._writers = self._readers
         draining = [state is NodeState.DRAINING for state in self._states]
         if any(draining):
             weights = [0 if drains else weight for weight, drains in zip(weights, draining, strict=True)]
             older = None if previous is None else previous._writers
             self._readers.moves = None  # an owner is who is written to
-            self._writers = _Owners(view, weights, older, self._moves, apart=self._apart, arrays=arrays)
+            self._writers = _Owners(view, weights, older, self._moves, spread=self._spread, arrays=arrays)
 
     @property
     def moved_slots(self) -> int:
@@ -323,12 +323,12 @@ class Placement:
         places = dict.fromkeys(ranks[:copies])
         if any(states[node] is NodeState.JOINING for node in ranks):
             # Several may have joined one after the other: the next rank is a guess.
-            places |= dict.fromkeys([*self._apart.first(serving, copies), *ranks[copies:]])
+            places |= dict.fromkeys([*self._spread.first(serving, copies), *ranks[copies:]])
         for node in order:
             if states[node] is NodeState.DRAINING:
                 # It may have what it would have if it were the only one that changes.
                 among = [other for other in order if other == node or states[other] is NodeState.SERVING]
-                if node in self._apart.first(among, copies):
+                if node in self._spread.first(among, copies):
                     places[node] = None
         return tuple(places)
 
@@ -361,12 +361,19 @@ class _Owners:
     """The owners of all slots. Threads may share it: what they fill in is the same."""
 
     def __init__(
-        self, view: View, weights: Sequence[int], older: "_Owners | None", moves: _Moves, *, apart: Apart, arrays: Any
+        self,
+        view: View,
+        weights: Sequence[int],
+        older: "_Owners | None",
+        moves: _Moves,
+        *,
+        spread: ReplicaSpread,
+        arrays: Any,
     ) -> None:
         self._ids = [node.id for node in view.nodes]
         self._weight_of = {node.id: weight for node, weight in zip(view.nodes, weights, strict=True)}
         self._nodes = [index for index, weight in enumerate(weights) if weight]
-        self._apart = apart
+        self._spread = spread
         self._rendezvous = Rendezvous(list(self._weight_of), weights, arrays)
         self._table = [-1] * SLOTS
         self.moves: _Moves | None = moves
@@ -423,8 +430,8 @@ class _Owners:
         known = self._ranks
         unknown = sorted({slot for slot in slots if len(known.get(slot, ())) < count})
         orders: Sequence[tuple[int, ...]] = self.orders(unknown, count) if count else ((),) * len(unknown)
-        if count > 1 and self._apart.reach:
-            orders = [self._apart.first(order, count) for order in orders]
+        if count > 1 and self._spread.reach:
+            orders = [self._spread.first(order, count) for order in orders]
         known.update(zip(unknown, orders, strict=True))
         if self.moves is not None and count:
             for slot in unknown:
@@ -435,7 +442,7 @@ class _Owners:
         """Return the first `count` nodes of each slot, whatever machines they are on,
         and as many more as it takes to have others; all if there are fewer.
         """
-        most = count + self._apart.reach if count > 1 else count
+        most = count + self._spread.reach if count > 1 else count
         return self._rendezvous.first(slots, self._nodes, min(most, len(self._nodes)))
 
     def _fill(self, slots: Iterable[int]) -> None:

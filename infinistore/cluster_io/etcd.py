@@ -245,12 +245,12 @@ class FlowRunner:
             async def once() -> None:
                 if await self._ask_instance(node) == node.instance:
                     answered.add(node.id)
-                asking.cancel_scope.cancel()
+                nursery.cancel_scope.cancel()
 
-            async with trio.open_nursery() as asking:
-                asking.start_soon(once)
+            async with trio.open_nursery() as nursery:
+                nursery.start_soon(once)
                 await trio.sleep(_ASK_AGAIN_S)
-                asking.start_soon(once)
+                nursery.start_soon(once)
 
         with trio.move_on_after(effect.timeout_s):
             async with trio.open_nursery() as nursery:

@@ -417,15 +417,15 @@ class HazardPins:
                 break
         return unread
 
-    def scan_in_turns(self, asking: Client, most_unread: int) -> None:
+    def scan_in_turns(self, requester: Client, most_unread: int) -> None:
         """Scan the client that makes a request, and others in turn, for a bounded cost.
 
         What clients have used has to count before the next eviction, and must not make
         this request expensive. So the others share `most_unread` hazards, and what
         earlier calls left of theirs.
         """
-        self.scan_client(asking)
-        if len(self.clients) == 1 and asking.read_hazards is not None:  # it is the only one
+        self.scan_client(requester)
+        if len(self.clients) == 1 and requester.read_hazards is not None:  # it is the only one
             return
         self._credit = min(self._credit + most_unread, _MOST_CREDIT)
         for _ in range(len(self.clients)):

@@ -101,23 +101,23 @@ class Victims(Generic[_V]):
             self.note(victim)
 
     def plan(
-        self, wanted_bytes: float, asking: _V | None = None, asked_bytes: int = 0, most_pieces: int | None = None
+        self, wanted_bytes: float, requester: _V | None = None, asked_bytes: int = 0, most_pieces: int | None = None
     ) -> dict[_V, int]:
         """Return how many bytes each victim is to give, `wanted_bytes` in all; less if
         there is no more that may be taken.
 
-        `asking` counts as if it had what it asks for already. With `most_pieces`, the
-        plan has at most so many steps, each of at least a block.
+        `requester` counts as if it had what it asks for. With `most_pieces`, the plan
+        has at most so many steps, each of at least a block.
         """
         gifts: dict[_V, int] = {}
         wanted_bytes = ceil(wanted_bytes)
         seen: list[_V] = []
         candidates: list[_Candidate[_V]] = []
         try:
-            if asking is not None:
-                self._consider(asking, asked_bytes, candidates)
+            if requester is not None:
+                self._consider(requester, asked_bytes, candidates)
             while wanted_bytes > 0 and most_pieces != 0:
-                self._bring_in(asking, candidates, seen)
+                self._bring_in(requester, candidates, seen)
                 if not candidates:
                     break
                 above, _, victim, above_bytes, evictable_bytes = heapq.heappop(candidates)
@@ -140,7 +140,7 @@ class Victims(Generic[_V]):
         after = max(0.0, -candidates[0][0] if candidates else 0.0, -self._heap[0][0] if self._heap else 0.0)
         return max(ceil((above - after) * victim.tenant_limits.weight), victim.piece_bytes())
 
-    def _bring_in(self, asking: _V | None, candidates: list[_Candidate[_V]], seen: list[_V]) -> None:
+    def _bring_in(self, requester: _V | None, candidates: list[_Candidate[_V]], seen: list[_V]) -> None:
         """Make candidates of those that may be above all candidates so far."""
         while self._heap and -self._heap[0][0] > (max(0.0, -candidates[0][0]) if candidates else 0.0):
             above, _, victim = heapq.heappop(self._heap)
@@ -149,7 +149,7 @@ class Victims(Generic[_V]):
             self.drop(victim)
             self.looked_at += 1
             seen.append(victim)
-            if victim is not asking:
+            if victim is not requester:
                 self._consider(victim, 0, candidates)
 
     def _consider(self, victim: _V, more_bytes: int, candidates: list[_Candidate[_V]]) -> None:
@@ -215,45 +215,45 @@ class Sharing:
         room_bytes = self.pool.capacity_bytes - self.reserved_bytes + reserved_bytes
         return room_bytes if max_bytes is None else min(room_bytes, max_bytes)
 
-    def make_space(self, asking: Sharer, wanted_bytes: int) -> None:
+    def make_space(self, requester: Sharer, wanted_bytes: int) -> None:
         """Evict what a batch needs, and some more towards the low watermark.
 
         OutOfMemory, and nothing evicted: it does not fit.
         """
         watermarks, most_bytes = self.watermarks, self._most_claimed_bytes
-        room_bytes = self._room_for(asking, most_bytes)
+        room_bytes = self._room_for(requester, most_bytes)
         high_bytes = watermarks.high * room_bytes - wanted_bytes
         if self.pool.used_bytes <= high_bytes and not self._draining:  # the usual case
             return
         for sharer in self.mapping:
             sharer.settle()
-        if not self._make_room(asking, wanted_bytes, most_bytes):
+        if not self._make_room(requester, wanted_bytes, most_bytes):
             self.reclaim()
-            if not self._make_room(asking, wanted_bytes, most_bytes):
-                raise self._out_of_memory(asking, f"a batch of {in_units(wanted_bytes)} does not fit")
+            if not self._make_room(requester, wanted_bytes, most_bytes):
+                raise self._out_of_memory(requester, f"a batch of {in_units(wanted_bytes)} does not fit")
         if self._draining:
             low_bytes = watermarks.low * room_bytes - wanted_bytes
-            gifts = self.victims.plan(self._used_bytes - low_bytes, asking, wanted_bytes, EXTRA_STEPS)
+            gifts = self.victims.plan(self._used_bytes - low_bytes, requester, wanted_bytes, EXTRA_STEPS)
             # Done too when nobody may lose more.
             self._draining = self._take(gifts, "on_demand", EXTRA_STEPS) > 0 and self._used_bytes > low_bytes
 
-    def _make_room(self, asking: Sharer, wanted_bytes: int, most_bytes: int) -> bool:
+    def _make_room(self, requester: Sharer, wanted_bytes: int, most_bytes: int) -> bool:
         """Evict for a batch down to the high watermark; return whether it fits then."""
-        room_bytes = self._room_for(asking, most_bytes)
+        room_bytes = self._room_for(requester, most_bytes)
         high_bytes = self.watermarks.high * room_bytes - wanted_bytes
         if self._used_bytes > high_bytes:
-            gifts = self._plan_to(high_bytes, asking, wanted_bytes)
+            gifts = self._plan_to(high_bytes, requester, wanted_bytes)
             if sum(gifts.values()) < self._used_bytes + wanted_bytes - room_bytes:
                 return False
             self._draining = True
             self._take(gifts, "on_demand", None)
         # Some may wait to be free, also of what was evicted: clients may have pinned it
         # just before.
-        return not self.keeps_reserved or self.pool.used_bytes + wanted_bytes <= self._room_for(asking, most_bytes)
+        return not self.keeps_reserved or self.pool.used_bytes + wanted_bytes <= self._room_for(requester, most_bytes)
 
-    def has_room(self, asking: Sharer, wanted_bytes: int) -> bool:
+    def has_room(self, requester: Sharer, wanted_bytes: int) -> bool:
         """Whether a tenant may take so much more as things are."""
-        return self.pool.used_bytes + wanted_bytes <= self._room_for(asking, self._most_claimed_bytes)
+        return self.pool.used_bytes + wanted_bytes <= self._room_for(requester, self._most_claimed_bytes)
 
     @property
     def _claimed_bytes(self) -> int:
@@ -266,12 +266,12 @@ class Sharing:
         much."""
         return max(self.pool.capacity_bytes, self._claimed_bytes)
 
-    def _room_for(self, asking: Sharer, most_bytes: int) -> int:
+    def _room_for(self, requester: Sharer, most_bytes: int) -> int:
         """Return how much of the pool may be taken when a tenant gets more: less than
         all of it if what is reserved for others is kept for them."""
         if not self.keeps_reserved:
             return self.pool.capacity_bytes
-        own_bytes = max(0, asking.tenant_limits.reserved_bytes - asking.taken_bytes)
+        own_bytes = max(0, requester.tenant_limits.reserved_bytes - requester.taken_bytes)
         return most_bytes - self._claimed_bytes + own_bytes + self.pool.used_bytes
 
     def note_taken(self, sharer: Sharer, before_bytes: int, now_bytes: int) -> None:
@@ -281,16 +281,16 @@ class Sharing:
         if now_bytes > before_bytes:
             self.victims.note(sharer)
 
-    def make_larger_pieces(self, asking: Sharer, wanted_bytes: int, rounds: int) -> None:
+    def make_larger_pieces(self, requester: Sharer, wanted_bytes: int, rounds: int) -> None:
         """Evict for a batch that was refused although its bytes are free. OutOfMemory
         after the last round."""
         if rounds < FRAGMENTATION_ROUNDS:
             steps = FRAGMENTATION_STEPS >> (FRAGMENTATION_ROUNDS - rounds)
-            gifts = self.victims.plan(wanted_bytes << rounds, asking, wanted_bytes, steps)
+            gifts = self.victims.plan(wanted_bytes << rounds, requester, wanted_bytes, steps)
             if self._take(gifts, "fragmentation", steps):
                 return
         raise self._out_of_memory(
-            asking,
+            requester,
             f"a batch of {in_units(wanted_bytes)} does not fit into the pieces that are free, and eviction did not"
             " join enough of them (values of one size avoid this)",
         )
@@ -359,8 +359,8 @@ class Sharing:
         """What is taken of the pool, less what only waits to be free."""
         return self.pool.used_bytes - sum(sharer.waiting_bytes for sharer in self.mapping)
 
-    def _plan_to(self, most_bytes: float, asking: Sharer, wanted_bytes: int) -> dict[Sharer, int]:
-        return self.victims.plan(self._used_bytes - most_bytes, asking, wanted_bytes)
+    def _plan_to(self, most_bytes: float, requester: Sharer, wanted_bytes: int) -> dict[Sharer, int]:
+        return self.victims.plan(self._used_bytes - most_bytes, requester, wanted_bytes)
 
     def _take(self, gifts: dict[Sharer, int], cause: EvictionCause, steps: int | None) -> int:
         taken = 0
@@ -370,10 +370,10 @@ class Sharing:
             taken += sharer.give(wanted_bytes, cause, None if steps is None else steps - taken)
         return taken
 
-    def _out_of_memory(self, asking: Sharer, what: str) -> OutOfMemory:
-        limits = asking.tenant_limits
+    def _out_of_memory(self, requester: Sharer, what: str) -> OutOfMemory:
+        limits = requester.tenant_limits
         return OutOfMemory(
-            f"{what}: tenant {limits.tenant!r} has {in_units(asking.taken_bytes)} of the pool,"
+            f"{what}: tenant {limits.tenant!r} has {in_units(requester.taken_bytes)} of the pool,"
             f" {in_units(limits.reserved_bytes)} are reserved for it, and nothing else can be evicted for it now;"
             " release leases and reservations sooner, write smaller batches, or reserve more for this tenant"
         )

@@ -166,7 +166,7 @@ class AdmissionQueue:
 
 
 @attrs.define(eq=False)
-class Group:
+class WriteBatch:
     """Blocks that are written as one batch."""
 
     disk: Disk
@@ -199,9 +199,9 @@ class Writer:
     """Of what is pending, the newest entry of each key."""
     is_urgent: bool = False
     """Whether somebody waits for something that is pending."""
-    ready: deque[Group] = attrs.field(factory=deque)
+    ready: deque[WriteBatch] = attrs.field(factory=deque)
     """Leased and hashed, and not appended yet."""
-    groups: dict[int, Group] = attrs.field(factory=dict)
+    groups: dict[int, WriteBatch] = attrs.field(factory=dict)
     """Appended, by token."""
     hashing: int = 0
     durable_at: float = 0.0
@@ -599,7 +599,7 @@ class Demotion:
             or now >= writer.pending_since + self._settings.group_s
         )
 
-    def _group(self, writer: Writer, keys: list[str], entries: list[Entry], attempts: int) -> Group | None:
+    def _group(self, writer: Writer, keys: list[str], entries: list[Entry], attempts: int) -> WriteBatch | None:
         """Lease those of the blocks that are still there, and on no disk yet."""
         current = self._core.index.get_many(keys)
         gone = [i for i, entry in enumerate(entries) if current[i] != entry]
@@ -630,7 +630,7 @@ class Demotion:
         checksums = list(map(checksum_of, entries))
         own_checksums = [one == NO_CHECKSUM for one in checksums]
         doubtful = self._doubtful(writer.disk, keys)
-        return Group(writer.disk, keys, entries, lease, attempts, checksums, own_checksums, doubtful)
+        return WriteBatch(writer.disk, keys, entries, lease, attempts, checksums, own_checksums, doubtful)
 
     def _doubtful(self, disk: Disk, keys: Sequence[str]) -> list[str]:
         """Return those of the keys that this disk is not known to have, and others may
@@ -644,7 +644,7 @@ class Demotion:
         known = disk.volume.is_known(keys)
         return [key for key, is_known in zip(keys, known, strict=True) if key in elsewhere and not is_known]
 
-    def _hash(self, writer: Writer, group: Group) -> None:
+    def _hash(self, writer: Writer, group: WriteBatch) -> None:
         """Have the blocks hashed that have no checksum, and then queue the batch."""
         positions = [i for i, own in enumerate(group.own_checksums) if own]
         if not positions:
@@ -699,7 +699,7 @@ class Demotion:
         writer.groups[token] = group
         return True
 
-    def _end(self, group: Group) -> None:
+    def _end(self, group: WriteBatch) -> None:
         self._leave_flight(group.keys, group.entries)
         self.pinned_bytes -= group.lease.footprint_bytes
         self._core.release(group.lease)
@@ -709,7 +709,7 @@ class Demotion:
             if self._in_flight.get(key) == entry:
                 del self._in_flight[key]
 
-    def _retry(self, group: Group) -> None:
+    def _retry(self, group: WriteBatch) -> None:
         """Queue a batch again that was lost: its blocks are still in memory."""
         current = self._core.index.get_many(group.keys)
         there = {key: entry for key, entry in zip(group.keys, current, strict=True) if entry is not None}
@@ -722,7 +722,7 @@ class Demotion:
         else:
             self._give_up(list(there))
 
-    def _measure(self, writer: Writer, group: Group, now: float) -> None:
+    def _measure(self, writer: Writer, group: WriteBatch, now: float) -> None:
         seconds = now - max(group.appended_at, writer.durable_at)
         writer.durable_at = now
         if group.bytes >= _LEAST_MEASURED_BYTES and seconds > 0:

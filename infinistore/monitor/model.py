@@ -223,7 +223,7 @@ class Lost:
 
 
 @attrs.frozen
-class Kept:
+class KeptKeys:
     """The number of keys before another process served, and after it."""
 
     before: int
@@ -255,7 +255,7 @@ class Snapshot:
     lost: Lost | None = None
     restarts: int = 0
     restarted_at: datetime | None = None
-    kept: Kept | None = None
+    kept: KeptKeys | None = None
     """The keys before and after the restart; None if unknown."""
 
 
@@ -275,7 +275,7 @@ class Model:
         self._lost: Lost | None = None
         self._restarts = 0
         self._restarted_at: datetime | None = None
-        self._kept: Kept | None = None
+        self._kept: KeptKeys | None = None
         self._busiest: list[str] = []
 
     @property
@@ -349,6 +349,6 @@ class Model:
         )
 
 
-def _kept(before: Stats, now: Stats) -> Kept | None:
+def _kept(before: Stats, now: Stats) -> KeptKeys | None:
     """The keys in memory before and after. None with disks, whose keys come back."""
-    return Kept(before.store.keys, now.store.keys) if before.disk is None and now.disk is None else None
+    return KeptKeys(before.store.keys, now.store.keys) if before.disk is None and now.disk is None else None

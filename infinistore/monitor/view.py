@@ -37,7 +37,7 @@ from infinistore.monitor.lines import (
     table,
     visible,
 )
-from infinistore.monitor.model import Alarm, Kept, Snapshot
+from infinistore.monitor.model import Alarm, KeptKeys, Snapshot
 from infinistore.monitor.rates import ClientRow, OperationRow, Quantile
 from infinistore.monitor.tenants import Tenants, tenant_lines
 from infinistore.statistics import ArenaStatistics, DiskTierStatistics, PrefixStatistics, Stats
@@ -96,7 +96,7 @@ def shown_alarms(snapshot: Snapshot) -> list[Alarm]:
     return found + list(snapshot.alarms if snapshot.lost is None else ())
 
 
-def _cost(kept: Kept | None) -> str:
+def _cost(kept: KeptKeys | None) -> str:
     """The keys that a restart has lost, in words."""
     if kept is None or kept.after >= kept.before:
         return ""

@@ -50,10 +50,10 @@ from infinistore.server.security import Reloads, add_tenants, load_certificates,
 from infinistore.server.server import Server
 from infinistore.server.session.handshake import MOST_STRANGERS, Handshakes
 from infinistore.server.session.session import ServerContext, SessionRegistry
-from infinistore.server.take_over.giving import Giving
-from infinistore.server.take_over.kept import Keeping, Kept, forget_kept, make_keeping, open_kept
+from infinistore.server.take_over.giving import HandoverServer
+from infinistore.server.take_over.kept import Keeping, KeptMemory, forget_kept, make_keeping, open_kept
 from infinistore.server.take_over.memory import HandedGroups, OneStore, PoolLost
-from infinistore.server.take_over.taking import Taking, begin_taking
+from infinistore.server.take_over.taking import HandoverClient, begin_taking
 from infinistore.server.telemetry import Telemetry
 from infinistore.service_manager import ServiceManager
 from infinistore.tenant_limits import TenantLimits, why_no_places
@@ -143,7 +143,7 @@ async def _run(
 ) -> None:
     refused: KeptError | None = None
     with ExitStack() as resources:
-        giving = resources.enter_context(closing(Giving()))  # first, to be closed last
+        giving = resources.enter_context(closing(HandoverServer()))  # first, to be closed last
         token = read_token(config.token_file) if config.token_file else ""
         policy = load_policy(config, token)
         tls, reloads = load_certificates(config, policy.audit), Reloads()
@@ -224,7 +224,7 @@ async def _run(
 
 async def _find_earlier(
     config: ServerConfig, token: str, manager: ServiceManager, resources: ExitStack
-) -> Taking | Kept | None:
+) -> HandoverClient | KeptMemory | None:
     """Return the earlier server that this one goes on for, if there is one."""
     if config.take_over:
         return await begin_taking(config, token, resources)
@@ -239,7 +239,7 @@ async def _open_stores(
     resources: ExitStack,
     *,
     pool: Pool,
-    taking: Taking | Kept | None,
+    taking: HandoverClient | KeptMemory | None,
     parts: int = 1,
     reserve_descriptors: Callable[[int], None],
 ) -> "tuple[StoreCore, Sequence[Mover], ServerDisks, Sequence[_Background], Tenancy | None]":
@@ -278,7 +278,7 @@ async def _open_stores(
 
 
 @contextmanager
-def _lost_without_memory(taking: Taking | Kept | None) -> Iterator[None]:
+def _lost_without_memory(taking: HandoverClient | KeptMemory | None) -> Iterator[None]:
     """Where the machine has no memory beside what an ended server has left, raise
     `PoolLost`: without that, there may be enough.
     """
@@ -345,7 +345,9 @@ def _make_movers(
     return [*others, *own]
 
 
-async def _fill_pool(config: ServerConfig, pool: Pool, environment: Environment, taking: Taking | Kept | None) -> None:
+async def _fill_pool(
+    config: ServerConfig, pool: Pool, environment: Environment, taking: HandoverClient | KeptMemory | None
+) -> None:
     make = partial(_make_arena, config, environment)
     if taking is None:
         pool.add_arena(await environment.run_in_thread(make, 0, config.prealloc_bytes))
@@ -361,7 +363,7 @@ async def _open_tenancy(
     resources: ExitStack,
     *,
     parts: int,
-    taking: Taking | Kept | None,
+    taking: HandoverClient | KeptMemory | None,
 ) -> "tuple[Tenancy, list[str]]":
     from infinistore.server.tenancy import open_groups  # late: most servers have no tenants
 
@@ -426,7 +428,7 @@ def compose_server(
     tls: "Certificates | None" = None,
     reloads: Reloads | None = None,
     policy: Policy | None = None,
-    giving: Giving | None = None,
+    giving: HandoverServer | None = None,
     keeping: Keeping | None = None,
     background: Sequence[_Background] = (),
     tenancy: "Tenancy | None" = None,

@@ -39,7 +39,7 @@ from infinistore.server.environment import Environment
 from infinistore.server.movers.base import Mover
 from infinistore.server.movers.composed import make_movers
 from infinistore.server.session.session import ServerContext
-from infinistore.server.take_over.memory import Adopting, Whole
+from infinistore.server.take_over.memory import Adopting, ServerMemory
 from infinistore.sizes import in_units
 from infinistore.statistics import DiskTierStatistics, StoreStatistics, TenantStatistics, merged
 from infinistore.tenant_limits import DEFAULT_GROUP, TenantLimits, why_no_places
@@ -269,7 +269,7 @@ _SLICE_TENANTS = 16
 
 
 @attrs.frozen
-class Group:
+class TrustGroup:
     """A trust group: its tenants, which share a pool, and the movers of that pool."""
 
     tenants: Tenants
@@ -291,11 +291,11 @@ class Tenancy:
     A server can be one of `parts` shards: each tenant has that part of its limits here.
     """
 
-    handed: Whole
+    handed: ServerMemory
     """All of them, as one process hands them to another. Whoever makes this sets it."""
 
     def __init__(
-        self, groups: Mapping[str, Group], *, clock: Callable[[], float] = trio.current_time, parts: int = 1
+        self, groups: Mapping[str, TrustGroup], *, clock: Callable[[], float] = trio.current_time, parts: int = 1
     ) -> None:
         self._groups = dict(groups)
         self._parts = parts
@@ -441,7 +441,7 @@ class Tenancy:
                 while group.tenants.remove_left(_SLICE_KEYS):
                     await trio.lowlevel.checkpoint()
 
-    def groups(self) -> dict[str, Group]:
+    def groups(self) -> dict[str, TrustGroup]:
         """Return the groups, by name."""
         return dict(self._groups)
 
@@ -490,7 +490,7 @@ async def open_groups(
         OutOfMemory: the machine has no memory for the pools.
     """
     _check_settings(config)
-    groups: dict[str, Group] = {}
+    groups: dict[str, TrustGroup] = {}
     kept: list[str] = []
     earlier = {} if taking is None else {group.name: group for group in taking.groups}
     for name, size_bytes in _group_sizes(config, named, parts).items():
@@ -531,7 +531,7 @@ async def open_groups(
         )  # fmt: skip
         movers = await environment.run_in_thread(make)
         for_one = for_one or (bool(writers) and not writable)
-        groups[name] = Group(tenants, movers, for_one, mapped, writable, writers)
+        groups[name] = TrustGroup(tenants, movers, for_one, mapped, writable, writers)
     if taking is not None:
         for name in earlier.keys() - groups.keys():
             taking.leave(name)

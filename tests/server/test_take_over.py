@@ -37,9 +37,9 @@ from infinistore.server.disk import ServerDisks
 from infinistore.server.session.session import Session
 from infinistore.server.take_over import giving
 from infinistore.server.take_over import taking as taking_module
-from infinistore.server.take_over.giving import Giving
+from infinistore.server.take_over.giving import HandoverServer
 from infinistore.server.take_over.memory import OneStore, PoolLost, Taken, decode, make_ownership, take_ownership
-from infinistore.server.take_over.taking import Taking, begin_taking
+from infinistore.server.take_over.taking import HandoverClient, begin_taking
 from infinistore.transports.base import drive
 from tests.server.http_client import ask
 from tests.server.running import POOL_BYTES, Peer, RunningServer, fill_twice, make_config, running_server, until
@@ -89,7 +89,7 @@ async def taker_of(server: RunningServer, steps: int) -> Peer:
     return peer
 
 
-def giving_of(server: RunningServer) -> Giving:
+def giving_of(server: RunningServer) -> HandoverServer:
     """The end of a server that gives away all it has."""
     found = server.server.context.giving
     assert found is not None
@@ -116,7 +116,7 @@ async def until_over(server: RunningServer) -> None:
     await until(lambda: found.taker is None and not found.wanted.is_set())
 
 
-async def begun(config: ServerConfig, resources: ExitStack) -> Taking:
+async def begun(config: ServerConfig, resources: ExitStack) -> HandoverClient:
     taking = await begin_taking(config, "", resources)
     assert taking is not None
     return taking
@@ -168,7 +168,7 @@ def be_older(monkeypatch: pytest.MonkeyPatch, *, then: str) -> None:
     instead of giving its last answer.
     """
     made: list[int] = []
-    answer = Giving.answer
+    answer = HandoverServer.answer
 
     def make_and_note() -> int:
         made.append(make_ownership())
@@ -178,7 +178,7 @@ def be_older(monkeypatch: pytest.MonkeyPatch, *, then: str) -> None:
         return TakeOverReply(Keys([name.replace("ownership", "unknown") for name in names]), numbers)
 
     async def answer_but_the_last(
-        found: Giving, conversation: Conversation, message: TakeOver, received: Received
+        found: HandoverServer, conversation: Conversation, message: TakeOver, received: Received
     ) -> None:
         if message.step != TakeOverStep.END:
             await answer(found, conversation, message, received)
@@ -189,7 +189,7 @@ def be_older(monkeypatch: pytest.MonkeyPatch, *, then: str) -> None:
 
     monkeypatch.setattr(giving, "make_ownership", make_and_note)
     monkeypatch.setattr(giving, "TakeOverReply", reply)
-    monkeypatch.setattr(Giving, "answer", answer_but_the_last)
+    monkeypatch.setattr(HandoverServer, "answer", answer_but_the_last)
 
 
 async def test_an_older_server_that_ends_without_its_last_answer_is_followed_by_an_empty_one(
@@ -225,7 +225,7 @@ async def test_an_older_server_that_serves_on_without_its_last_answer_has_no_suc
 class NoStore(OneStore):
     """Takes nothing over."""
 
-    def __init__(self, taking: Taking) -> None:
+    def __init__(self, taking: HandoverClient) -> None:
         self._taking = taking
 
     def adopt(self, state: PoolState) -> Taken:
@@ -269,7 +269,7 @@ class Successors:
         self._server = server
         self._giving = giving_of(server)
         self._resources = (ExitStack(), ExitStack())
-        self._takings: list[Taking | None] = [None, None]
+        self._takings: list[HandoverClient | None] = [None, None]
         self.owners = 0
 
     async def act(self, act: str, number: int) -> None:
@@ -326,13 +326,13 @@ async def test_a_server_that_was_stopped_meanwhile_does_not_serve_on(
     config: ServerConfig, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The successor serves before the server has heard of that."""
-    may_go_on, decide = trio.Event(), Giving.decide
+    may_go_on, decide = trio.Event(), HandoverServer.decide
 
-    async def decide_late(found: Giving) -> bool:
+    async def decide_late(found: HandoverServer) -> bool:
         await may_go_on.wait()
         return await decide(found)
 
-    monkeypatch.setattr(Giving, "decide", decide_late)
+    monkeypatch.setattr(HandoverServer, "decide", decide_late)
     async with running_server(config) as old, open_store(f"unix://{old.unix_path}") as store:
         await store.put("key", BLOCK)
         async with running_server(taking_over(old)):

@@ -29,7 +29,7 @@ from infinistore.core.tenants import Tenants, TenantStore
 from infinistore.server import Server
 from infinistore.server.environment import Environment
 from infinistore.server.security import TenantsReload
-from infinistore.server.tenancy import Group, Tenancy, open_groups
+from infinistore.server.tenancy import Tenancy, TrustGroup, open_groups
 from infinistore.tenant_limits import DEFAULT_GROUP, TenantLimits
 from tests.simulation.history import History, Life, TableInForce
 from tests.simulation.world import World
@@ -217,7 +217,7 @@ class SimulatedTenants:
             for name, store in group.tenants.used_stores().items():
                 yield name, group.tenants, store
 
-    def _groups_of(self, node: str) -> list[Group]:
+    def _groups_of(self, node: str) -> list[TrustGroup]:
         return [*self._tenancies[node].groups().values()] if node in self._tenancies else []
 
     def expire_holds(self, node: str) -> None:

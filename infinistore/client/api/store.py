@@ -26,7 +26,7 @@ from infinistore.client.api.arguments import (
 )
 from infinistore.client.api.results import AsyncRemovals, PrefixMatch
 from infinistore.client.memory.buffers import BufferLike, DeviceBatch, Registration, registrable
-from infinistore.client.memory.views import Kept, Leased, ReservedRoom
+from infinistore.client.memory.views import Leased, ReservationLink, ReservedRoom
 from infinistore.client.movers.rdma import StoreRdma, check_registered, flush, wait_for_gpus_aside
 from infinistore.client.requests import (
     Batch,
@@ -96,7 +96,7 @@ class AsyncReservation:
         self._sizes = sizes
         self._ttl_us = ttl_us
         self._reserved: ReservedRoom | None = None
-        self._kept = Kept()
+        self._kept = ReservationLink()
 
     async def __aenter__(self) -> list[memoryview]:
         if self._reserved is not None:

@@ -23,7 +23,7 @@ from typing import Generic, Protocol, TypeVar, cast
 
 from infinistore.client.connection.effects import ClientStream
 from infinistore.client.memory.pins import HasSocket, Pins
-from infinistore.client.memory.views import Kept
+from infinistore.client.memory.views import ReservationLink
 from infinistore.client.movers.base import Closable, Mover, MoverSource
 from infinistore.client.movers.channel import Channel, expect
 from infinistore.client.movers.inline import InlineMover
@@ -273,7 +273,7 @@ class ConnectionPool(Generic[_Stream]):
             return None
         return connection
 
-    def take_kept(self, kept: Kept, turn: Turn | None) -> Connection[_Stream]:
+    def take_kept(self, kept: ReservationLink, turn: Turn | None) -> Connection[_Stream]:
         """Return the connection of a reservation, to be used by the call with this
         turn.
         """
@@ -303,7 +303,7 @@ class ConnectionPool(Generic[_Stream]):
         elif connection.mapped is not None and connection.mapped.closed:
             self.close_lost()
 
-    def leave(self, connection: Connection[_Stream], kept: Kept | None, *, interrupted: bool) -> None:
+    def leave(self, connection: Connection[_Stream], kept: ReservationLink | None, *, interrupted: bool) -> None:
         """Have a connection back after a call that was interrupted, or that began or
         ended a reservation.
 

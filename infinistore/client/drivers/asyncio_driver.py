@@ -71,7 +71,7 @@ async def _race(part: Part) -> Outcome:
     assert hedge is not None
     loop = asyncio.get_running_loop()
     waiting = asyncio.timeout(None)
-    asking: list[asyncio.Task[list[Outcome]]] = []
+    attempts: list[asyncio.Task[list[Outcome]]] = []
 
     async def ask(late: Sequence[Part]) -> list[Outcome]:
         found = await asyncio_at_once(late)
@@ -81,7 +81,7 @@ async def _race(part: Part) -> Outcome:
 
     def begin() -> None:
         if late := hedge.begin():
-            asking.append(loop.create_task(ask(late)))
+            attempts.append(loop.create_task(ask(late)))
 
     over = False
     first: Outcome | None = None
@@ -97,13 +97,13 @@ async def _race(part: Part) -> Outcome:
             if not waiting.expired():
                 raise
         timer.cancel()
-        late = asking[0] if asking else None
+        late = attempts[0] if attempts else None
         others = None
         if late is not None and (late.done() or isinstance(first, KeptError)):
             others = await late
     finally:
         timer.cancel()
-        for task in asking:
+        for task in attempts:
             task.cancel()
             await asyncio.wait([task])
             if not task.cancelled():

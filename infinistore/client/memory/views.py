@@ -282,7 +282,7 @@ class ReservedRoom:
             )
 
 
-class Kept:
+class ReservationLink:
     """The connection of an open reservation, kept until its block is left.
 
     The reservation can be committed only there. Empty for embedded stores and for

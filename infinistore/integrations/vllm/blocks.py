@@ -26,7 +26,7 @@ from infinistore.integrations.internal.prefix_keys import fingerprint
 
 
 @attrs.frozen
-class Group:
+class LayerGroup:
     """Layers with the same table of blocks.
 
     At most one of `window`, `chunk` and `state` is set; without any, the layers attend
@@ -68,7 +68,7 @@ class Group:
         return range(min(first // self.block_tokens, end), end)
 
 
-class Groups(tuple[Group, ...]):
+class LayerGroups(tuple[LayerGroup, ...]):
     """All groups of a model's layers."""
 
     @property
@@ -90,7 +90,7 @@ class Groups(tuple[Group, ...]):
         """Return the most tokens, up to this number, that can be read."""
         return tokens // self.alignment * self.alignment
 
-    def hashes_of(self, group: Group, numbers: Iterable[int], hashes: Sequence[str]) -> list[str]:
+    def hashes_of(self, group: LayerGroup, numbers: Iterable[int], hashes: Sequence[str]) -> list[str]:
         """Return the hashes of blocks of a group: for each that of its last tokens."""
         each = group.block_tokens // self.hash_tokens
         return [hashes[(number + 1) * each - 1] for number in numbers]

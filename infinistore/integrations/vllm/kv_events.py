@@ -52,7 +52,7 @@ from vllm.v1.kv_cache_interface import KVCacheConfig, get_kv_cache_spec_kind
 from infinistore.errors import ConfigError
 from infinistore.host import start_thread
 from infinistore.integrations.vllm.block_events import BlockEvents, Dump, Run, SavedBlocks, StoredBlocks
-from infinistore.integrations.vllm.blocks import Group
+from infinistore.integrations.vllm.blocks import LayerGroup
 
 if TYPE_CHECKING:
     from vllm.config import KVEventsConfig, VllmConfig
@@ -93,7 +93,7 @@ class Teller:
     """Makes events of the changes of one group's blocks, which vLLM calls a `kind`."""
 
     changes: BlockEvents
-    group: Group
+    group: LayerGroup
     kind: str
 
     def take(self) -> Iterator[BlockStored | BlockRemoved]:
@@ -119,7 +119,7 @@ class Teller:
         )
 
 
-def teller_of(vllm_config: "VllmConfig", kv_cache_config: KVCacheConfig, groups: Sequence[Group]) -> Teller | None:
+def teller_of(vllm_config: "VllmConfig", kv_cache_config: KVCacheConfig, groups: Sequence[LayerGroup]) -> Teller | None:
     """Return the teller for the first group that attends to all tokens, if vLLM's
     configuration asks for events.
     """
@@ -135,7 +135,7 @@ def teller_of(vllm_config: "VllmConfig", kv_cache_config: KVCacheConfig, groups:
     return Teller(changes, told, kind.value)
 
 
-def describer(group: Group, hash_tokens: int) -> Callable[[Any, int, int], Run]:
+def describer(group: LayerGroup, hash_tokens: int) -> Callable[[Any, int, int], Run]:
     """Return a function that describes blocks of this group, where each hash of a
     request is of `hash_tokens` tokens.
     """
@@ -153,7 +153,7 @@ def describer(group: Group, hash_tokens: int) -> Callable[[Any, int, int], Run]:
     return describe
 
 
-def _extra_keys(request: Any, group: Group, first: int, end: int) -> tuple[Any, ...]:
+def _extra_keys(request: Any, group: LayerGroup, first: int, end: int) -> tuple[Any, ...]:
     keys, image = [], 0
     for number in range(first, end):
         start = number * group.block_tokens

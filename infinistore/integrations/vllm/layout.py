@@ -38,7 +38,7 @@ from vllm.v1.kv_cache_interface import (
 from infinistore.errors import ConfigError
 from infinistore.integrations.internal.prefix_keys import fingerprint_of_config
 from infinistore.integrations.internal.weights import WeightFiles, identity_of_files, weight_files
-from infinistore.integrations.vllm.blocks import BlockNames, Group, Groups, block_names, layer_labels
+from infinistore.integrations.vllm.blocks import BlockNames, LayerGroup, LayerGroups, block_names, layer_labels
 from infinistore.integrations.vllm.settings import ConnectorSettings
 
 if TYPE_CHECKING:
@@ -317,7 +317,7 @@ class Layout:
     `obstacle` says what.
     """
 
-    groups: tuple[Group, ...]
+    groups: tuple[LayerGroup, ...]
     names: BlockNames
     labels: dict[str, str]
     """The label of each layer, by its name."""
@@ -345,7 +345,7 @@ class Layout:
             )
         stored = [(index, kv_cache_config.kv_cache_groups[index]) for index in kv_cache_config.transfer_group_ids]
         labels = layer_labels([name for _, group in stored for name in group.layer_names])
-        groups: list[Group] = []
+        groups: list[LayerGroup] = []
         weights = weights_of(vllm_config)
         obstacle = "" if stored else "it has no KV cache"
         if not weights and not settings.namespace and not obstacle:
@@ -389,18 +389,18 @@ def _kind(spec: Any) -> tuple[int, int, bool, int]:
     return window, chunk, isinstance(spec, MambaSpec), spec.block_size
 
 
-def _group(index: int, group: "KVCacheGroupSpec", labels: tuple[str, ...]) -> Group:
+def _group(index: int, group: "KVCacheGroupSpec", labels: tuple[str, ...]) -> LayerGroup:
     spec = _specs(group)[0]
     window, chunk, state, block_tokens = _kind(spec)
     offered = state and spec.mamba_cache_mode == "align"
-    return Group(labels, block_tokens, index, window=window, chunk=chunk, state=state, offered=offered)
+    return LayerGroup(labels, block_tokens, index, window=window, chunk=chunk, state=state, offered=offered)
 
 
 def _names(
     vllm_config: "VllmConfig",
     kv_cache_config: KVCacheConfig,
     settings: ConnectorSettings,
-    groups: list[Group],
+    groups: list[LayerGroup],
     labels: dict[str, str],
     *,
     weights: str,
@@ -412,7 +412,7 @@ def _names(
     """
     model = settings.model or vllm_config.model_config.model
     shards = vllm_config.parallel_config.tensor_parallel_size // kv_cache_config.kv_tp_replicas
-    unit = max(1, Groups(groups).hash_tokens)
+    unit = max(1, LayerGroups(groups).hash_tokens)
     attention = vllm_config.attention_config
     facts = {
         **model_facts(vllm_config, model),
@@ -424,7 +424,7 @@ def _names(
         "block tokens": unit,
         "shards": shards,
     }
-    if not Groups(groups).is_uniform:
+    if not LayerGroups(groups).is_uniform:
         facts["groups"] = sorted(
             {
                 (*_kind(spec), str(getattr(spec, "shapes", "")), str(getattr(spec, "dtypes", "")))

@@ -47,8 +47,8 @@ from infinistore.integrations.vllm.block_events import BlockEvents, Sweeper
 from infinistore.integrations.vllm.blocks import (
     BlockNames,
     Blocks,
-    Group,
-    Groups,
+    LayerGroup,
+    LayerGroups,
     Load,
     Save,
     Step,
@@ -74,7 +74,7 @@ class Found:
 class Lookup:
     """Looks prompts up in a store, for these groups of layers."""
 
-    def __init__(self, store: BlockingStore, names: BlockNames, groups: Groups, record: Record) -> None:
+    def __init__(self, store: BlockingStore, names: BlockNames, groups: LayerGroups, record: Record) -> None:
         self._store = store
         self._names = names
         self._record = record
@@ -214,7 +214,7 @@ class Pins:
         self,
         store: BlockingStore,
         names: BlockNames,
-        groups: Sequence[Group],
+        groups: Sequence[LayerGroup],
         record: Record,
         *,
         prompts: Sequence[Sequence[int]] = (),
@@ -246,11 +246,11 @@ class Pins:
         self._background = background
         self._is_working = False
 
-    def learn_groups(self, groups: Sequence[Group]) -> None:
+    def learn_groups(self, groups: Sequence[LayerGroup]) -> None:
         """Learn of the layers of other stages of a pipeline."""
-        self._groups = Groups(groups)
+        self._groups = LayerGroups(groups)
         most_layers = max((len(group.layers) for group in groups), default=1)
-        self._at_once = max(1, _MOST_PINNED_KEYS // max(1, most_layers * self._names.shards))
+        self._blocks_at_a_time = max(1, _MOST_PINNED_KEYS // max(1, most_layers * self._names.shards))
 
     def worth(self, tokens: Sequence[int], prompt_tokens: int, priority: int) -> int:
         """Return how many leading tokens of a request are worth a pin."""
@@ -325,8 +325,8 @@ class Pins:
             self._is_working = False
 
     def _parts(self, blocks: Sequence[_Block]) -> Iterator[Sequence[_Block]]:
-        for first in range(0, len(blocks), self._at_once):
-            yield blocks[first : first + self._at_once]
+        for first in range(0, len(blocks), self._blocks_at_a_time):
+            yield blocks[first : first + self._blocks_at_a_time]
 
     def _keys(self, blocks: Sequence[_Block]) -> list[str]:
         return [key for place, block in blocks for key in self._names.all_keys([block], self._groups[place].layers)]
@@ -390,7 +390,7 @@ class SchedulerSide:
         names: BlockNames,
         record: Record,
         *,
-        groups: Sequence[Group],
+        groups: Sequence[LayerGroup],
         reads: bool,
         writes: bool,
         save_generated: bool = False,
@@ -406,7 +406,7 @@ class SchedulerSide:
         self._observed = observations or Observations()
         self._store = store
         self._names = names
-        self._groups = Groups(groups)
+        self._groups = LayerGroups(groups)
         self._lookup = Lookup(store, names, self._groups, record) if groups else None
         self._reads = reads
         self._writes = writes and bool(groups)
@@ -440,7 +440,7 @@ class SchedulerSide:
         told = list(stages)
         if self._groups:
             layers = [[label for stage in told for label in stage.get(group.index, ())] for group in self._groups]
-            self._groups = Groups(
+            self._groups = LayerGroups(
                 attrs.evolve(group, layers=tuple(dict.fromkeys(labels)))
                 for group, labels in zip(self._groups, layers, strict=True)
             )
@@ -685,7 +685,7 @@ class SchedulerSide:
         blocks = dict.fromkeys(self._names.block_of(key, layers) for key in keys)
         return [block for block in blocks if block is not None]
 
-    def _wanted(self, tracked: _Tracked, group: Group, first: int, full: int) -> set[int]:
+    def _wanted(self, tracked: _Tracked, group: LayerGroup, first: int, full: int) -> set[int]:
         """Return which blocks of a group a later request may need."""
         known = self._known_tokens(tracked)
         prompt = tracked.request.num_prompt_tokens

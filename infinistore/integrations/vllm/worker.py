@@ -30,7 +30,7 @@ from infinistore.errors import ConfigError, DeadlineExceeded, InfiniStoreExcepti
 from infinistore.integrations.internal.record import Record
 from infinistore.integrations.vllm.background import Background
 from infinistore.integrations.vllm.block_events import SavedBlocks
-from infinistore.integrations.vllm.blocks import BlockNames, Blocks, Group, Groups, Load, Step
+from infinistore.integrations.vllm.blocks import BlockNames, Blocks, LayerGroup, LayerGroups, Load, Step
 from infinistore.integrations.vllm.observations import Observations
 from infinistore.integrations.vllm.resets import LateWrites
 from infinistore.integrations.vllm.settings import ConnectorSettings
@@ -140,7 +140,7 @@ class WorkerSide:
         settings: ConnectorSettings,
         record: Record,
         *,
-        groups: Sequence[Group],
+        groups: Sequence[LayerGroup],
         layers: Mapping[str, str],
         shard: int = 0,
         writes: bool = True,
@@ -151,7 +151,7 @@ class WorkerSide:
         self._store = store
         self._observed = observations or Observations()
         self._names = names
-        self._groups = Groups(groups)
+        self._groups = LayerGroups(groups)
         self._labels = layers
         self._group_of = {label: number for number, group in enumerate(groups) for label in group.layers}
         self._shard = shard

@@ -78,7 +78,7 @@ from infinistore.server.session.requests import (
     refusals,
     refuse_too_many_keys,
 )
-from infinistore.server.take_over.giving import Giving, refuse_take_over, socket_of
+from infinistore.server.take_over.giving import HandoverServer, refuse_take_over, socket_of
 from infinistore.server.take_over.kept import Keeping
 from infinistore.statistics import ClientStatistics
 from infinistore.tenant_limits import TenantLimits
@@ -112,7 +112,7 @@ class ServerContext:
     recorder: Recorder
     log_budget: LogBudget
     body_budget: BodyBudget
-    giving: Giving | None = None
+    giving: HandoverServer | None = None
     """What lets another process take the server's place, if one may."""
     keeping: Keeping | None = None
     """What keeps the pool for the next run of the service, if anything does."""

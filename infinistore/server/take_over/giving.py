@@ -30,7 +30,7 @@ from infinistore.protocol.server_connection import Received
 from infinistore.protocol.versions import Capability
 from infinistore.server.connection import Conversation
 from infinistore.server.listeners import Listeners
-from infinistore.server.take_over.memory import Ended, Whole, make_ownership, take_ownership, write_state
+from infinistore.server.take_over.memory import Ended, ServerMemory, make_ownership, take_ownership, write_state
 from infinistore.transports.base import Stream
 from infinistore.transports.sockets.raw_sockets import MAX_DESCRIPTORS, peer_user
 from infinistore.transports.sockets.unix_listener import UnixListener
@@ -59,14 +59,14 @@ class _Handed:
         self.numbers.append(number)
 
 
-class Giving:
+class HandoverServer:
     """Lets one process at a time take the place of a server.
 
     Close it last: the other process learns by that, that this one uses the memory of
     the pool no more.
     """
 
-    whole: Whole
+    whole: ServerMemory
     """What the server has in memory. Whoever composes the server sets it."""
 
     def __init__(self) -> None:

@@ -23,12 +23,12 @@ from infinistore.config import ServerConfig
 from infinistore.core.pool_state import GroupStates, PoolState, encode_groups
 from infinistore.errors import ConfigError
 from infinistore.server.listeners import Listeners, open_listeners
-from infinistore.server.take_over.giving import Giving
+from infinistore.server.take_over.giving import HandoverServer
 from infinistore.server.take_over.memory import (
     Adopting,
     Ended,
     PoolLost,
-    Whole,
+    ServerMemory,
     can_adopt,
     decode,
     read_all,
@@ -42,7 +42,7 @@ SOCKET = "socket-"
 _log = logging.getLogger("infinistore.server")
 
 
-def make_keeping(config: ServerConfig, manager: ServiceManager, giving: Giving) -> "Keeping | None":
+def make_keeping(config: ServerConfig, manager: ServiceManager, giving: HandoverServer) -> "Keeping | None":
     """Return what keeps the cache for the next run; None if there is nobody to keep it,
     or this server has what no next run could go on with: the log says so."""
     if not manager.most_kept:
@@ -62,7 +62,7 @@ def make_keeping(config: ServerConfig, manager: ServiceManager, giving: Giving) 
 class Keeping:
     """Gives what a server has to its service manager."""
 
-    def __init__(self, manager: ServiceManager, giving: Giving, config: ServerConfig) -> None:
+    def __init__(self, manager: ServiceManager, giving: HandoverServer, config: ServerConfig) -> None:
         self._manager = manager
         self._giving = giving
         self._config = config
@@ -133,13 +133,13 @@ def _name_of_sockets(config: ServerConfig) -> str:
     return f"{SOCKET}{hashlib.sha256(repr(settings).encode()).hexdigest()[:16]}"
 
 
-async def open_kept(config: ServerConfig, manager: ServiceManager, resources: ExitStack) -> "Kept":
+async def open_kept(config: ServerConfig, manager: ServiceManager, resources: ExitStack) -> "KeptMemory":
     """Look at what the service manager has kept. `resources` closes what is not used.
 
     Raises:
         PoolLost: this server cannot go on with it.
     """
-    kept = Kept(config, manager)
+    kept = KeptMemory(config, manager)
     resources.callback(kept.close)
     kept.read()
     if not kept.take_sockets(resources):  # nobody listens there any more, so that this server can
@@ -156,7 +156,7 @@ def forget_kept(manager: ServiceManager) -> None:
     manager.forget()
 
 
-class Kept(Adopting):
+class KeptMemory(Adopting):
     """What the service manager has kept."""
 
     serves = False
@@ -227,7 +227,7 @@ class Kept(Adopting):
         given = self._sockets or [sock.dup() for sock in self._manager.listeners]
         return open_listeners(config, resources, given=given)
 
-    async def take(self, whole: Whole, resources: ExitStack) -> list[Callable[[], Awaitable[None]]]:
+    async def take(self, whole: ServerMemory, resources: ExitStack) -> list[Callable[[], Awaitable[None]]]:
         """Take the blocks over; return what is to run in the background from now on.
 
         Raises:

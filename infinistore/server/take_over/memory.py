@@ -85,7 +85,7 @@ class Taken:
     """Who stands in for each connection, in their order; at last for the process."""
 
 
-class Whole(Protocol):
+class ServerMemory(Protocol):
     """All that a server has in memory."""
 
     def __len__(self) -> int:
@@ -137,23 +137,24 @@ class OneStore:
         return []
 
     def export(self, instance: str, ended: Sequence[Ended]) -> tuple[list[Ended], list[bytes]]:
-        """See `Whole`: in `PoolState.pins`, there is one group for each connection, and
-        at last that of this process."""
+        """See `ServerMemory`. `PoolState.pins` has one group for each connection, and
+        then that of this process.
+        """
         watched, pins = _watched_of(self._core, ended)
         return watched, encode_state(hand_over.export(self._core, instance, pins))
 
     def adopt(self, state: PoolState) -> Taken:
-        """See `Whole`."""
+        """See `ServerMemory`."""
         adopted = hand_over.adopt(self._core, state)
         return Taken(adopted.kept, adopted.dropped, [[StandIn(one, self._core)] for one in adopted.stand_ins])
 
     def verify_some(self, most_bytes: int) -> bool:
-        """See `Whole`."""
+        """See `ServerMemory`."""
         return hand_over.verify_some(self._core, most_bytes)
 
     @property
     def checksum_drops(self) -> int:
-        """See `Whole`."""
+        """See `ServerMemory`."""
         return self._core.statistics().checksum_drops
 
 
@@ -348,7 +349,7 @@ class Adopting:
         for descriptor, _ in self.arenas.pop(group, ()):
             os.close(descriptor)
 
-    def adopt(self, whole: Whole, state: PoolState | GroupStates) -> list[Callable[[], Awaitable[None]]]:
+    def adopt(self, whole: ServerMemory, state: PoolState | GroupStates) -> list[Callable[[], Awaitable[None]]]:
         """Take the blocks over; return what is to run in the background from now on.
 
         Raises:
@@ -436,7 +437,7 @@ def _copy_of(descriptor: int | None) -> int | None:
         return None
 
 
-async def _verify(whole: Whole) -> None:
+async def _verify(whole: ServerMemory) -> None:
     """Hash what was taken over, in slices."""
     before = whole.checksum_drops
     while whole.verify_some(_SLICE_BYTES):
@@ -471,8 +472,9 @@ class _Groups(Protocol):
 
 
 class HandedGroups:
-    """The groups of `tenancy`; see `Whole`. Those in `kept` have the memory of the
-    earlier server. `make_journal` returns the journal of a tenant that has disks."""
+    """The groups of `tenancy`; see `ServerMemory`. Those in `kept` have the memory of
+    the earlier server. `make_journal` returns the journal of a tenant that has disks.
+    """
 
     def __init__(
         self,
@@ -499,7 +501,7 @@ class HandedGroups:
         return encode_groups(GroupStates(self._layouts(), []))
 
     def export(self, instance: str, ended: Sequence[Ended]) -> tuple[list[Ended], list[bytes]]:
-        """See `Whole`."""
+        """See `ServerMemory`."""
         left = {one.client: one for one in ended if one.client is not None}
         watched: list[Ended] = []
         tenants: list[TenantState] = []
@@ -514,7 +516,7 @@ class HandedGroups:
         return [*watched, *quiet], encode_groups(states)
 
     def adopt(self, state: GroupStates) -> Taken:
-        """See `Whole`."""
+        """See `ServerMemory`."""
         adopted: dict[tuple[str, str], Adopted] = {}
         for name in self._kept:
             states = {one.tenant: one.state for one in state.tenants if one.group == name}
@@ -537,7 +539,7 @@ class HandedGroups:
         return Taken(kept, sum(len(one.state.keys) for one in state.tenants) - kept, stand_ins)
 
     def verify_some(self, most_bytes: int) -> bool:
-        """See `Whole`."""
+        """See `ServerMemory`."""
         while self._to_verify:
             if hand_over.verify_some(self._to_verify[-1], most_bytes):
                 return True
@@ -546,7 +548,7 @@ class HandedGroups:
 
     @property
     def checksum_drops(self) -> int:
-        """See `Whole`."""
+        """See `ServerMemory`."""
         return self._tenancy.whole.statistics().checksum_drops
 
     def _layouts(self) -> list[GroupLayout]:

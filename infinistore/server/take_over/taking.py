@@ -30,7 +30,15 @@ from infinistore.protocol.messages import Hello, TakeOver, TakeOverReply, TakeOv
 from infinistore.protocol.versions import Capability
 from infinistore.server.listeners import Listeners, open_listeners
 from infinistore.server.take_over.giving import ARENA_OF_GROUP
-from infinistore.server.take_over.memory import Adopting, PoolLost, Whole, decode, has_more, read_all, take_ownership
+from infinistore.server.take_over.memory import (
+    Adopting,
+    PoolLost,
+    ServerMemory,
+    decode,
+    has_more,
+    read_all,
+    take_ownership,
+)
 from infinistore.transports.base import drive
 from infinistore.transports.sockets.raw_sockets import peer_user
 from infinistore.transports.sockets.trio_streams import SocketStream, connect_unix
@@ -67,7 +75,7 @@ class _Received:
         self.descriptors.clear()
 
 
-async def begin_taking(config: ServerConfig, token: str, resources: ExitStack) -> "Taking | None":
+async def begin_taking(config: ServerConfig, token: str, resources: ExitStack) -> "HandoverClient | None":
     """Begin to take over the server on the Unix socket of the settings; None if none is
     there. `resources` closes everything that is not used.
 
@@ -85,12 +93,12 @@ async def begin_taking(config: ServerConfig, token: str, resources: ExitStack) -
     resources.callback(stream.close)
     if peer_user(stream.socket) != os.geteuid():
         raise ConfigError(f"--take-over: the server on {path} belongs to another user")
-    taking = Taking(stream, path, config)
+    taking = HandoverClient(stream, path, config)
     await taking.begin(token, resources)
     return taking
 
 
-class Taking(Adopting):
+class HandoverClient(Adopting):
     """Takes the place of the server at the other end of `stream`."""
 
     serves = True
@@ -152,7 +160,7 @@ class Taking(Adopting):
 
     # Second step
 
-    async def take(self, whole: Whole, resources: ExitStack) -> list[Callable[[], Awaitable[None]]]:
+    async def take(self, whole: ServerMemory, resources: ExitStack) -> list[Callable[[], Awaitable[None]]]:
         """End the service of the server, and take its blocks over; return what is to
         run in the background from now on.
 

@@ -12,7 +12,7 @@ import torch
 from infinistore.blocking import BlockingStore
 from infinistore.integrations.internal.record import Record
 from infinistore.integrations.vllm.background import Background
-from infinistore.integrations.vllm.blocks import BlockNames, Group, Step, block_names, layer_labels
+from infinistore.integrations.vllm.blocks import BlockNames, LayerGroup, Step, block_names, layer_labels
 from infinistore.integrations.vllm.scheduler import SchedulerSide
 from infinistore.integrations.vllm.settings import ConnectorSettings
 from infinistore.integrations.vllm.worker import WorkerSide
@@ -34,7 +34,7 @@ __all__ = [
 
 BLOCK_TOKENS = 4
 LAYERS = [f"model.layers.{number}.attn" for number in range(3)]
-FULL = Group(("0", "1", "2"), BLOCK_TOKENS)
+FULL = LayerGroup(("0", "1", "2"), BLOCK_TOKENS)
 
 
 @attrs.define(eq=False)
@@ -120,8 +120,8 @@ def save(worker: WorkerSide, step: Step) -> None:
     worker.end_saves()
 
 
-def stage_group(layers: Sequence[str]) -> Group:
-    return Group(tuple(layer_labels(LAYERS)[name] for name in layers), BLOCK_TOKENS)
+def stage_group(layers: Sequence[str]) -> LayerGroup:
+    return LayerGroup(tuple(layer_labels(LAYERS)[name] for name in layers), BLOCK_TOKENS)
 
 
 class Engine:

@@ -14,7 +14,7 @@ import pytest
 
 from infinistore import blocking
 from infinistore.integrations.vllm.block_events import BlockEvents, Run
-from infinistore.integrations.vllm.blocks import Group
+from infinistore.integrations.vllm.blocks import LayerGroup
 from tests.bad_days.servers import running_server_process
 
 from .dumps import following
@@ -180,7 +180,7 @@ def test_a_subscriber_that_does_not_read_misses_batches_and_sees_that_it_did(tmp
     count, remembered, most = 4000, 900, 200
     live, replay = f"ipc://{tmp_path}/live", f"ipc://{tmp_path}/replay"
     publisher = ZmqEventPublisher(0, live, replay, buffer_steps=remembered, hwm=most)
-    group, about = Group(("0",), 8 * BLOCK), SimpleNamespace(lora_id=None, lora_name=None)
+    group, about = LayerGroup(("0",), 8 * BLOCK), SimpleNamespace(lora_id=None, lora_name=None)
     tokens = tuple(range(100_000, 100_000 + 8 * BLOCK))  # more than the kernel has room for
     changes = BlockEvents(1, lambda request, first, end: Run((first,), first - 1, tokens, about))
     teller = Teller(changes, group, "full_attention")

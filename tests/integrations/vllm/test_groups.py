@@ -16,18 +16,18 @@ from hypothesis import strategies as st
 from infinistore import blocking
 from infinistore.errors import StoreUnavailable
 from infinistore.integrations.internal.prefix_keys import PrefixChain
-from infinistore.integrations.vllm.blocks import BlockNames, Group, Groups, Step, block_names
+from infinistore.integrations.vllm.blocks import BlockNames, LayerGroup, LayerGroups, Step, block_names
 from infinistore.integrations.vllm.scheduler import SchedulerSide
 from infinistore.integrations.vllm.worker import WorkerSide
 
 from .halves import MadeRequest, make_scheduler, make_worker
 
-FULL = Group(("0", "1"), 4)
-WINDOW = Group(("2", "3"), 4, 1, window=6)
-COARSE = Group(("2", "3"), 8, 1, window=6)
-CHUNK = Group(("2", "3"), 4, 1, chunk=12)
-STATE = Group(("2", "3"), 4, 1, state=True)
-OFFERED = Group(("2", "3"), 4, 1, state=True, offered=True)
+FULL = LayerGroup(("0", "1"), 4)
+WINDOW = LayerGroup(("2", "3"), 4, 1, window=6)
+COARSE = LayerGroup(("2", "3"), 8, 1, window=6)
+CHUNK = LayerGroup(("2", "3"), 4, 1, chunk=12)
+STATE = LayerGroup(("2", "3"), 4, 1, state=True)
+OFFERED = LayerGroup(("2", "3"), 4, 1, state=True, offered=True)
 KINDS = [WINDOW, COARSE, CHUNK, STATE, OFFERED]
 LAYERS = {label: label for label in "0123"}
 BLOCKS = 64
@@ -52,14 +52,14 @@ def names_of() -> BlockNames:
         (STATE, 0, []),
     ],
 )
-def test_a_group_needs_what_the_next_token_sees(group: Group, tokens: int, needed: list[int]) -> None:
+def test_a_group_needs_what_the_next_token_sees(group: LayerGroup, tokens: int, needed: list[int]) -> None:
     assert list(group.needed(tokens)) == needed
 
 
 def test_blocks_of_several_sizes_have_hashes_in_common() -> None:
-    groups = Groups([FULL, COARSE])
+    groups = LayerGroups([FULL, COARSE])
     assert (groups.hash_tokens, groups.alignment) == (4, 8)
-    assert (Groups().hash_tokens, Groups().alignment) == (0, 1)
+    assert (LayerGroups().hash_tokens, LayerGroups().alignment) == (0, 1)
 
 
 class Engine:
@@ -67,7 +67,7 @@ class Engine:
     fills each block with numbers that depend on all tokens up to its end.
     """
 
-    def __init__(self, store: blocking.BlockingStore, groups: Sequence[Group], **options: Any) -> None:
+    def __init__(self, store: blocking.BlockingStore, groups: Sequence[LayerGroup], **options: Any) -> None:
         self.groups = groups
         self.scheduler: SchedulerSide = make_scheduler(store, names_of(), groups=groups, **options)
         self.cache = {name: torch.zeros(BLOCKS, 4) for name in LAYERS}
@@ -181,9 +181,9 @@ class Engine:
         *(pytest.param(group, 1000, marks=pytest.mark.nightly) for group in (COARSE, CHUNK, OFFERED)),
     ],
 )
-def test_a_prompt_is_read_as_it_was_computed(store: blocking.BlockingStore, group: Group, chunk: int) -> None:
+def test_a_prompt_is_read_as_it_was_computed(store: blocking.BlockingStore, group: LayerGroup, chunk: int) -> None:
     first, second = Engine(store, (FULL, group)), Engine(store, (FULL, group))
-    end = len(PROMPT) // Groups((FULL, group)).alignment * Groups((FULL, group)).alignment
+    end = len(PROMPT) // LayerGroups((FULL, group)).alignment * LayerGroups((FULL, group)).alignment
 
     assert first.run(PROMPT, chunk=chunk) == 0
     assert second.run(PROMPT) == end
@@ -204,7 +204,7 @@ def test_of_a_window_only_what_is_needed_is_stored(store: blocking.BlockingStore
 
 
 @pytest.mark.parametrize("group", [WINDOW, STATE, OFFERED])
-def test_the_last_token_of_a_prompt_is_always_computed(store: blocking.BlockingStore, group: Group) -> None:
+def test_the_last_token_of_a_prompt_is_always_computed(store: blocking.BlockingStore, group: LayerGroup) -> None:
     """It is computed again, with the window or the state that is there before it."""
     engine = Engine(store, (FULL, group), boundary_tokens=4)
     engine.run(PROMPT[:36], chunk=4)
@@ -245,7 +245,7 @@ def test_a_state_is_stored_where_vllm_completes_it_and_a_hit_ends_there(store: b
 @settings(max_examples=10)
 @given(st.data(), st.sampled_from(KINDS), st.integers(4, 40))
 def test_whatever_is_evicted_what_is_read_is_right_and_the_rest_is_written_again(
-    data: st.DataObject, group: Group, chunk: int
+    data: st.DataObject, group: LayerGroup, chunk: int
 ) -> None:
     with (
         blocking.open_store(pool_bytes=1 << 20, minimal_allocate_bytes=64) as store,
@@ -258,7 +258,7 @@ def test_whatever_is_evicted_what_is_read_is_right_and_the_rest_is_written_again
 
         for _ in range(4):  # what seems to be there and is not is found out a few at a time
             best = engine.run(PROMPT, chunk=chunk)
-        assert best == len(PROMPT) // Groups((FULL, group)).alignment * Groups((FULL, group)).alignment
+        assert best == len(PROMPT) // LayerGroups((FULL, group)).alignment * LayerGroups((FULL, group)).alignment
 
 
 @pytest.mark.parametrize("local", [0, 1, 5, 8])

@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 from infinistore import blocking
 from infinistore.errors import ConfigError
 from infinistore.integrations.internal.prefix_keys import PrefixChain
-from infinistore.integrations.vllm.blocks import BlockNames, Group
+from infinistore.integrations.vllm.blocks import BlockNames, LayerGroup
 from infinistore.integrations.vllm.scheduler import Pins, read_prompts
 
 from .halves import BLOCK_TOKENS, FULL, ByHand, MadeRequest, make_names, make_record, make_scheduler
@@ -65,7 +65,7 @@ Make = Callable[..., Pinning]
 
 @pytest.fixture
 def make(store: blocking.BlockingStore) -> Make:
-    def make(groups: Sequence[Group] = (FULL,), names: BlockNames | None = None, **options: Any) -> Pinning:
+    def make(groups: Sequence[LayerGroup] = (FULL,), names: BlockNames | None = None, **options: Any) -> Pinning:
         background = ByHand()
         given = {"background": background, "clock": lambda: background.now, **options}
         return Pinning(Pins(store, names or make_names(), groups, make_record(), **given), background)
@@ -268,7 +268,7 @@ def test_the_scheduler_pins_what_its_requests_begin_with(store: blocking.Blockin
 
 
 def test_of_other_groups_only_what_a_request_needs_there_is_pinned(store: blocking.BlockingStore, make: Make) -> None:
-    window = Group(("3",), BLOCK_TOKENS, 1, window=5)
+    window = LayerGroup(("3",), BLOCK_TOKENS, 1, window=5)
     store.put_many(dict.fromkeys((*keys_of(PROMPT), *make_names().all_keys(hashes_of(PROMPT), ["3"])), VALUE))
     pinning = make(groups=(FULL, window), priority=0)
     pinning.pins.use(hashes_of(PROMPT), 16)

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from infinistore import blocking
 from infinistore.errors import StoreUnavailable
-from infinistore.integrations.vllm.blocks import BlockNames, Group, Load, Step, block_names
+from infinistore.integrations.vllm.blocks import BlockNames, LayerGroup, Load, Step, block_names
 from infinistore.integrations.vllm.observations import Observations
 from infinistore.integrations.vllm.scheduler import SchedulerSide
 from tests.cluster_client.clusters import Member
@@ -44,7 +44,10 @@ def start(scheduler: SchedulerSide, request: MadeRequest, computed: int = 0) -> 
 
 
 def fill(
-    store: blocking.BlockingStore, blocks: int, names: BlockNames | None = None, groups: tuple[Group, ...] = (FULL,)
+    store: blocking.BlockingStore,
+    blocks: int,
+    names: BlockNames | None = None,
+    groups: tuple[LayerGroup, ...] = (FULL,),
 ) -> list[str]:
     """Store the first blocks of TOKENS; return all of their keys."""
     names = names or make_names()
@@ -239,9 +242,11 @@ def test_a_layer_that_was_evicted_of_all_blocks_is_missed_within_as_many_blocks_
         assert found <= layers * shards // (each - 2)
 
 
-def deep(layers: int, shards: int) -> tuple[BlockNames, tuple[Group, ...]]:
+def deep(layers: int, shards: int) -> tuple[BlockNames, tuple[LayerGroup, ...]]:
     labels = tuple(map(str, range(layers)))
-    return block_names({}, model="deep", namespace="", layers=labels, shards=shards), (Group(labels, BLOCK_TOKENS),)
+    return block_names({}, model="deep", namespace="", layers=labels, shards=shards), (
+        LayerGroup(labels, BLOCK_TOKENS),
+    )
 
 
 def test_a_block_counts_only_if_every_layer_and_shard_of_it_is_there(store: blocking.BlockingStore) -> None:
