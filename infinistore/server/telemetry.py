@@ -273,7 +273,8 @@ class Telemetry:
         own = self._served(traffic, connections=len(sessions))
         found = None
         if with_details:
-            clients = busiest(session.statistics() for session in sessions)
+            now = trio.current_time()
+            clients = busiest(session.statistics(now) for session in sessions)
             found = ServerDetails(
                 *([], clients, [], await prefixes(store), self.state), max_pinned_bytes=store.max_pinned_bytes
             )

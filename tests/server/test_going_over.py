@@ -113,7 +113,7 @@ async def test_a_node_keeps_its_place_and_its_blocks(place: Place, etcd: Etcd, p
     async with AsyncExitStack() as stack:
         old, ended = await stack.enter_async_context(place.serving(None, **settings))
         await registered(etcd, cluster, old)
-        async with infinistore.open_store(etcd.url_of(cluster)) as store:
+        async with infinistore.open_store(etcd.url_of(cluster), deadline_s=600, lookup_deadline_s=60) as store:
             await fill(store)
             if place.kept:
                 await stack.aclose()

@@ -21,7 +21,7 @@ from infinistore.server.listeners import ServerAddresses
 from tests.ports import own_ports
 from tests.server.running import Peer, RunningServer, make_config, running_server
 
-from .conftest import HOST, RunningShards
+from .conftest import HOST, PATIENT, RunningShards
 
 KEYS = [f"key {number}" for number in range(40)]
 
@@ -51,10 +51,10 @@ def values_of(blocks: Sequence[tuple[str, bytes]]) -> list[bytearray | None]:
 def test_what_is_put_by_one_url_is_found_by_every_other_and_lies_in_both_shards(two_shards: RunningShards) -> None:
     prefix = secrets.token_hex(4)
     blocks = blocks_of(prefix)
-    with blocking.open_store(urls(two_shards)[0]) as store:
+    with blocking.open_store(urls(two_shards)[0], **PATIENT) as store:
         store.put_many(blocks)
     for url in urls(two_shards):
-        with blocking.open_store(url) as store:
+        with blocking.open_store(url, **PATIENT) as store:
             assert store.get_many(keys_of(blocks)) == values_of(blocks), url
             assert store.match_prefix([*keys_of(blocks), "missing"]) == len(blocks)
     shares = [one["store"]["keys"] for one in two_shards.told("/stats")["shards"]]
@@ -65,7 +65,7 @@ def test_what_is_put_by_one_url_is_found_by_every_other_and_lies_in_both_shards(
 @pytest.mark.parametrize("lazy", [False, True])
 async def test_the_trio_client_goes_on_with_all_shards(two_shards: RunningShards, lazy: bool) -> None:
     blocks = blocks_of(secrets.token_hex(4))
-    async with open_store(f"tcp://{HOST}:{two_shards.port}", lazy=lazy) as store:
+    async with open_store(f"tcp://{HOST}:{two_shards.port}", lazy=lazy, **PATIENT) as store:
         await store.put_many(blocks)
         assert await store.get_many(keys_of(blocks)) == values_of(blocks)
         statistics = await store.stats(details=True)
@@ -81,12 +81,12 @@ def test_the_other_clients_go_on_with_all_shards(two_shards: RunningShards, lazy
     url, blocks = f"tcp://{HOST}:{two_shards.port}", blocks_of(secrets.token_hex(4))
 
     async def main() -> list[bytearray | None]:
-        async with aio.open_store(url, lazy=lazy) as store:
+        async with aio.open_store(url, lazy=lazy, **PATIENT) as store:
             await store.put_many(blocks)
             return await store.get_many(keys_of(blocks))
 
     assert asyncio.run(main()) == values_of(blocks)
-    with blocking.open_store(url, lazy=lazy) as store:
+    with blocking.open_store(url, lazy=lazy, **PATIENT) as store:
         assert store.get_many(keys_of(blocks)) == values_of(blocks)
 
 
@@ -135,7 +135,7 @@ async def test_a_store_that_is_open_finds_that_its_server_has_other_shards_now(c
     async with AsyncExitStack() as stores:
         async with shards(before) as servers:
             ports = [server.server.addresses.port for server in servers]
-            store = await stores.enter_async_context(open_store(f"tcp://127.0.0.1:{ports[0]}"))
+            store = await stores.enter_async_context(open_store(f"tcp://127.0.0.1:{ports[0]}", **PATIENT))
             await store.put_many(blocks)
             assert [len(server.core) > 0 for server in servers] == [True] * before
         async with shards(after, ports) as servers:
@@ -147,7 +147,7 @@ async def test_a_store_that_is_open_finds_that_its_server_has_other_shards_now(c
                 except StoreUnavailable:
                     pass
             assert [len(server.core) > 0 for server in servers] == [True] * after
-            async with open_store(f"tcp://127.0.0.1:{ports[0]}") as other:
+            async with open_store(f"tcp://127.0.0.1:{ports[0]}", **PATIENT) as other:
                 assert await other.get_many(keys_of(blocks)) == values_of(blocks)
 
 

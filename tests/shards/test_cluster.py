@@ -19,7 +19,7 @@ from tests.cluster_client.clusters import Member
 from tests.cluster_io.etcd import Etcd, needs_etcd, shared_etcd
 from tests.transports.certificates import issue
 
-from .conftest import HOST, NAMES, RunningShards, running_shards
+from .conftest import HOST, NAMES, PATIENT, RunningShards, running_shards
 
 pytestmark = [needs_etcd, pytest.mark.process]
 KEYS = [f"key {number}" for number in range(64)]
@@ -50,7 +50,7 @@ def test_shards_register_one_by_one(two_nodes: RunningShards) -> None:
 
 
 def test_a_client_of_the_cluster_uses_all_by_shared_memory(two_nodes: RunningShards, etcd: Etcd) -> None:
-    with blocking.open_store(etcd.url, inline_bytes=0) as store:
+    with blocking.open_store(etcd.url, inline_bytes=0, **PATIENT) as store:
         store.put_many([(key, key.encode()) for key in KEYS])
         assert store.get_many(KEYS) == [bytearray(key.encode()) for key in KEYS]
         cluster = store.stats().cluster
@@ -107,7 +107,7 @@ def test_at_sighup_all_shards_of_a_node_take_a_renewed_certificate_and_authority
         issue(tmp_path, *NAMES, ca="two", into=files)
         started.process.send_signal(signal.SIGHUP)
         until(lambda: not set(before).intersection(shown()))
-        with blocking.open_store(f"{url}?ca={files.ca}") as store:
+        with blocking.open_store(f"{url}?ca={files.ca}", **PATIENT) as store:
             store.put_many({key: key.encode() for key in KEYS})
             # It passes its blocks on to the other, which has the new authority only.
             assert run(["cluster", "drain", "secure/0", url]) == 0

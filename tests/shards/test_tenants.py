@@ -20,7 +20,7 @@ from infinistore.errors import AuthenticationFailed, LimitExceeded
 from infinistore.sizes import KIB
 from tests.asking import until
 
-from .conftest import HOST, POOL, RunningShards, running_shards
+from .conftest import HOST, PATIENT, POOL, RunningShards, running_shards
 
 FREE_PORTS = ("--service-port", "0", "--manage-port", "0", *POOL)
 NAMES = ("ann", "ben", "ops")
@@ -45,7 +45,7 @@ class Tenanted:
     file: Path
 
     def open(self, name: str) -> AbstractContextManager[BlockingStore]:
-        return blocking.open_store(f"infinistore://{HOST}:{self.server.port}", token=TOKENS[name])
+        return blocking.open_store(f"infinistore://{HOST}:{self.server.port}", token=TOKENS[name], **PATIENT)
 
     def reload(self) -> tuple[int, str]:
         status, body = self.server.ask("/reload", "POST")
@@ -87,7 +87,7 @@ def test_the_shards_together_are_within_a_tenants_limits(tenanted: Tenanted) -> 
 
 def is_refused(url: str, token: str) -> bool:
     try:
-        with blocking.open_store(url, token=token):
+        with blocking.open_store(url, token=token, **PATIENT):
             return False
     except AuthenticationFailed:
         return True

@@ -14,7 +14,7 @@ from infinistore import blocking
 from tests.asking import until
 from tests.transports.certificates import Files, issue
 
-from .conftest import HOST, NAMES, RunningShards, running_shards
+from .conftest import HOST, NAMES, PATIENT, RunningShards, running_shards
 
 pytestmark = pytest.mark.process
 KEYS = [f"key {number}" for number in range(64)]
@@ -51,7 +51,7 @@ def encrypted(environment: dict[str, str], tmp_path_factory: pytest.TempPathFact
 def test_a_signal_renews_the_certificate_of_all_shards_and_clients_go_on(encrypted: Encrypted) -> None:
     assert encrypted.shown() == [encrypted.on_disk] * 3
     url = f"infinistores://{HOST}:{encrypted.server.port}?ca={encrypted.files.ca}&transport=inline"
-    with blocking.open_store(url) as store:
+    with blocking.open_store(url, **PATIENT) as store:
         store.put_many(dict.fromkeys(KEYS, b"value"))
         before = encrypted.on_disk
         issue(encrypted.files.cert.parent, *NAMES, into=encrypted.files)
@@ -59,7 +59,7 @@ def test_a_signal_renews_the_certificate_of_all_shards_and_clients_go_on(encrypt
         encrypted.server.process.send_signal(signal.SIGHUP)
         until(lambda: encrypted.shown() == [encrypted.on_disk] * 3)
         assert store.get_many(KEYS) == [bytearray(b"value")] * len(KEYS)
-    with blocking.open_store(url) as store:
+    with blocking.open_store(url, **PATIENT) as store:
         assert all(store.exists_many(KEYS))
 
 

@@ -63,7 +63,8 @@ def any_store(request: pytest.FixtureRequest, server: ServerHere) -> Iterator[Bl
     if request.param == "cluster":
         nodes = server, request.getfixturevalue("other_server")
         addresses = ",".join(node.url.partition("://")[2].partition("?")[0] for node in nodes)
-        with blocking.open_store(f"infinistore+static://{addresses}", inline_bytes=0) as opened:
+        url = f"infinistore+static://{addresses}"
+        with blocking.open_store(url, inline_bytes=0, deadline_s=600, lookup_deadline_s=60) as opened:
             opened.purge()
             yield opened
         return

@@ -217,12 +217,14 @@ class Session:
         """What the payload travels over."""
         return self._conversation.transport
 
-    def statistics(self) -> ClientStatistics:
-        """Return what `stats` and the management API show of this connection."""
+    def statistics(self, now: float) -> ClientStatistics:
+        """Return what `stats` and the management API show of this connection. `now` is
+        that of Trio's clock, the same for all connections that are shown together.
+        """
         return ClientStatistics(
             name=self.name,
             transport=self.transport,
-            connected_s=trio.current_time() - self.connected_at,
+            connected_s=now - self.connected_at,
             requests=self.traffic.requests,
             errors=self.traffic.errors,
             received_bytes=self.traffic.received_bytes,
@@ -588,4 +590,5 @@ class SessionRegistry:
 
     def statistics(self) -> Iterator[ClientStatistics]:
         """The figures of each open session."""
-        return (session.statistics() for session in self)
+        now = trio.current_time()
+        return (session.statistics(now) for session in self)
