@@ -16,7 +16,7 @@ from typing import Any, Final, TypeAlias
 
 from infinistore.core.clients import Client
 from infinistore.core.index import first_keys
-from infinistore.core.removals import MAX_TOLD_KEYS
+from infinistore.core.removals import MAX_TOLD_KEYS, SLICE_KEYS
 from infinistore.core.space import EvictionCause
 from infinistore.core.store import StoreCore
 from infinistore.disk.tiers import Steps, Tiers
@@ -52,8 +52,6 @@ from infinistore.protocol.messages import (
 )
 
 Answer: TypeAlias = Callable[[Any, Tiers, Client, float], Reply | Steps[Reply]]
-_SLICE_KEYS = 4096
-"""How many keys one step looks at, which takes a few milliseconds."""
 _OF_ONE_KEY = ExistsReply(b"\0"), ExistsReply(b"\1"), ExistsReply(b"\1", 1)
 _IN_STORE = bytes.maketrans(b"\2", b"\1")
 
@@ -113,7 +111,7 @@ def _list_keys(request: ListKeys, tiers: Tiers, client: Client, within_s: float)
     page: list[str] = []
     first = 0
     while first < len(keys):
-        count = max(_SLICE_KEYS, len(page))  # so that a long page is not merged with many short slices
+        count = max(SLICE_KEYS, len(page))  # so that a long page is not merged with many short slices
         found = first_keys(keys[first : first + count], request.prefix, limit, request.after)
         page = sorted([*page, *found])[:limit]
         first += count
@@ -186,9 +184,9 @@ def evict_in_steps(core: StoreCore, low: float, high: float, cause: EvictionCaus
     Raises:
         ValueError: not 0 <= low <= high <= 1.
     """
-    evicted = count = core.evict(low, high, cause, max_blocks=_SLICE_KEYS)
+    evicted = count = core.evict(low, high, cause, max_blocks=SLICE_KEYS)
     while count:
         yield None
-        count = core.evict(low, low, cause, max_blocks=_SLICE_KEYS)
+        count = core.evict(low, low, cause, max_blocks=SLICE_KEYS)
         evicted += count
     return evicted

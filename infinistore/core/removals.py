@@ -142,7 +142,8 @@ class RemovalLog:
         return Told(keys, (log, begin + len(removed)), begin - number)
 
 
-_SLICE_KEYS = 4096
+SLICE_KEYS = 4096
+"""How many keys one step of long work looks at, which takes a few milliseconds."""
 
 
 class Removals:
@@ -250,7 +251,7 @@ class Removals:
 
     def slice_keys(self) -> int:
         """How many keys the next slice of a purge has."""
-        return _SLICE_KEYS
+        return SLICE_KEYS
 
     def drop_if_damaged(self, index: Index, key: str) -> bool:
         """Hash the block of a key again, and remove it if it has changed; return

@@ -23,6 +23,7 @@ from itertools import compress
 from typing import TYPE_CHECKING, Final, TypeAlias, TypeVar
 
 from infinistore.core import Client, StoreCore
+from infinistore.core.removals import SLICE_KEYS
 from infinistore.disk.jobs import Job, Result
 from infinistore.disk.waits import Deletion, Prefetch, PrefixMatch, Wait
 from infinistore.errors import InfiniStoreException
@@ -40,8 +41,6 @@ Steps: TypeAlias = Generator[Wait | None, None, _T]
 _MOST_WAITS = 8
 """So that clients that evict each other's blocks do not read them for ever."""
 _NO_WAITS: Iterator[Wait] = iter(())
-_SLICE_KEYS = 4096
-"""How many keys a purge deletes in one step, which takes a few milliseconds."""
 
 
 class Tiers:
@@ -220,7 +219,7 @@ class Tiers:
         core.deletions.note_all()
         waits = [self._purge_disks(within_s)]
         yield waits[0]
-        slice_keys = min(_SLICE_KEYS, core.limits.max_batch_keys)
+        slice_keys = min(SLICE_KEYS, core.limits.max_batch_keys)
         while keys:
             yield None
             deletion = self._delete(keys[-slice_keys:], within_s)

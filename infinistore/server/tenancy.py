@@ -25,6 +25,7 @@ from infinistore.config import SMALLEST_POOL_BYTES, ServerConfig
 from infinistore.core.arena import Arena
 from infinistore.core.limits import CoreLimits
 from infinistore.core.pool import Pool
+from infinistore.core.removals import SLICE_KEYS
 from infinistore.core.space import EvictionCause
 from infinistore.core.store import StoreCore
 from infinistore.core.tenants import Tenants, TenantStore, why_not_reserved
@@ -264,7 +265,6 @@ class WholeStore(StoreCore):
         return []
 
 
-_SLICE_KEYS = 4096
 _SLICE_TENANTS = 16
 
 
@@ -438,7 +438,7 @@ class Tenancy:
             await self._left.wait()
             self._left = trio.Event()
             for group in self._groups.values():
-                while group.tenants.remove_left(_SLICE_KEYS):
+                while group.tenants.remove_left(SLICE_KEYS):
                     await trio.lowlevel.checkpoint()
 
     def groups(self) -> dict[str, TrustGroup]:
