@@ -302,7 +302,9 @@ class Pins:
                     self._unused.popleft()
                 yield 0.0
             was_refused = False
-            for _ in range(1 + _TRIES):
+            for tries in range(1 + _TRIES):
+                if tries:
+                    yield _SOON_S
                 left: list[_Block] = []
                 for blocks in self._parts(due):
                     keys = self._keys(blocks)
@@ -316,7 +318,6 @@ class Pins:
                 if not left:
                     break
                 due = left
-                yield _SOON_S
             if due and not was_refused:
                 self._record.succeeded("pin")
         except InfiniStoreException as error:
