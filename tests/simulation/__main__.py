@@ -20,6 +20,7 @@ With `--mutants`, bugs are put into the product, and it ends with 0 if they are 
 import argparse
 import sys
 import time
+from collections.abc import Callable, Iterator
 from itertools import count
 
 from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
@@ -52,9 +53,11 @@ def main() -> int:
         return _find_mutants(given.first_seed)
     shrunk = given.found or given.scenario
     if given.minutes is not None:
-        tally = _run_for(given.first_seed, given.minutes * 60)
+        seconds, began = given.minutes * 60, time.monotonic()
+        tally = _run_many(count(given.first_seed), seconds, lambda _: time.monotonic() - began)
     elif given.seeds is not None:
-        tally = _run_so_many(given.first_seed, given.seeds)
+        seeds = range(given.first_seed, given.first_seed + given.seeds)
+        tally = _run_many(iter(seeds), given.seeds, lambda tally: tally.seeds)
     else:
         tally = Tally()
         tally.add(try_scenario(shrunk or Scenario.from_seed(given.seed)))
@@ -82,29 +85,19 @@ def _found(number: str) -> Scenario:
     return found[int(number) - 1][1]
 
 
-def _run_for(first_seed: int, seconds: float) -> Tally:
-    """Run as many seeds as there is time for, behind a bar of progress."""
-    until = time.monotonic() + seconds
+def _run_many(seeds: Iterator[int], total: float, done: Callable[[Tally], float]) -> Tally:
+    """Run seeds until there are no more or `done` has reached `total`, behind a bar of
+    progress.
+    """
     columns = (BarColumn(), TextColumn("{task.description}"), TimeRemainingColumn())
     with Progress(*columns, console=console()) as progress:
-        task = progress.add_task("", total=seconds)
+        task = progress.add_task("", total=total)
 
         def show(tally: Tally) -> None:
             text = f"{tally.seeds:,} seeds, {tally.calls:,} calls"
-            progress.update(task, completed=seconds - (until - time.monotonic()), description=text)
+            progress.update(task, completed=done(tally), description=text)
 
-        return run_many(count(first_seed), lambda: time.monotonic() >= until, show)
-
-
-def _run_so_many(first_seed: int, seeds: int) -> Tally:
-    """Run so many seeds, behind a bar of progress."""
-    with Progress(console=console()) as progress:
-        task = progress.add_task("seeds", total=seeds)
-
-        def show(tally: Tally) -> None:
-            progress.update(task, completed=tally.seeds)
-
-        return run_many(iter(range(first_seed, first_seed + seeds)), lambda: False, show)
+        return run_many(seeds, lambda tally: done(tally) >= total, show)
 
 
 def _find_mutants(seed: int) -> int:

@@ -51,14 +51,14 @@ class Tally:
             self.failed = trial
 
 
-def run_many(seeds: Iterator[int], is_over: Callable[[], bool], on_progress: Callable[[Tally], object]) -> Tally:
+def run_many(seeds: Iterator[int], is_over: Callable[[Tally], bool], on_progress: Callable[[Tally], object]) -> Tally:
     """Run seeds until there are no more, it is over, or one has failed."""
     tally = Tally()
     workers = os.cpu_count() or 1
     context = multiprocessing.get_context("spawn")
     with ProcessPoolExecutor(workers, mp_context=context, initializer=_begin) as pool:
         waiting: set[Future[list[Trial]]] = set()
-        while not is_over() and tally.failed is None:
+        while not is_over(tally) and tally.failed is None:
             while len(waiting) < 2 * workers and (some := list(islice(seeds, _SEEDS_AT_A_TIME))):
                 waiting.add(pool.submit(_run_seeds, some))
             if not waiting:
