@@ -16,6 +16,7 @@ from infinistore.errors import StoreUnavailable, VersionMismatch
 from infinistore.protocol.versions import Capability
 from tests.clients.stores import REMOTE, STORES, Loops, servers_lack
 from tests.clients.test_disks import with_disk
+from tests.cluster_client.clusters import PATIENT
 from tests.ports import own_ports
 from tests.server.running import KIB, make_config, running_server
 
@@ -194,8 +195,7 @@ def test_a_wait_that_is_none_is_refused(wait_s: float) -> None:
 async def test_a_cluster_tells_what_any_node_removes_and_a_quiet_one_is_not_lost() -> None:
     async with running_server() as one, running_server() as two:
         hosts = ",".join(f"127.0.0.1:{server.server.addresses.port}" for server in (one, two))
-        url = f"infinistore+static://{hosts}"
-        async with infinistore.open_store(url, deadline_s=600, lookup_deadline_s=60) as store:
+        async with infinistore.open_store(f"infinistore+static://{hosts}", **PATIENT) as store:
             batches = store.removals(wait_s=0.05)
             for _ in range(8):
                 assert await anext(batches) == RemovedKeys()

@@ -6,7 +6,7 @@ import threading
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
-from typing import Any
+from typing import Any, Final
 
 from infinistore.cluster.membership import Listener, Node, View
 from infinistore.core import StoreCore
@@ -15,7 +15,12 @@ from tests.clients.event_loops import TrioThread
 from tests.ports import own_ports
 from tests.server.running import RunningServer, make_config, running_server
 
-__all__ = ["Cluster", "Given", "Member", "running_cluster", "until"]
+__all__ = ["PATIENT", "Cluster", "Given", "Member", "running_cluster", "until"]
+
+PATIENT: Final[dict[str, Any]] = {"deadline_s": 600.0, "lookup_deadline_s": 60.0}
+"""Options of a store for which no node that is there counts as lost, however busy the
+machine is.
+"""
 
 
 def _aside(work: Callable[[], Any]) -> Any:

@@ -23,14 +23,12 @@ from infinistore.errors import ChecksumMismatch, PartialPut, StoreUnavailable
 from infinistore.kept_errors import KeptError
 from infinistore.protocol.messages import Exists
 from tests.bad_days.clients import KINDS, run_with_store
-from tests.cluster_client.clusters import Cluster, Member
+from tests.cluster_client.clusters import PATIENT, Cluster, Member
 from tests.cluster_client.silent_network import Network, run_in_virtual_time
 
 NAMES = [f"key {number}" for number in range(120)]
 """Half of them are enough that each node owns some, wherever it listens."""
 BLOCKS = {name: name.encode() * 100 for name in NAMES}
-PATIENT: dict[str, Any] = {"deadline_s": 600.0, "lookup_deadline_s": 60.0}
-"""Who waited for a silent node would wait longer than a test may take."""
 BY_REQUESTS = ["transport=inline", "known_blocks=0&inline_bytes=0"]
 """Ways to read that ask the server each time: inline, and over shared memory."""
 

@@ -30,15 +30,11 @@ from infinistore.protocol.messages import Exists
 from infinistore.transports.sockets.blocking_streams import BlockingSocketStream
 from tests.bad_days.clients import KINDS, run_with_store
 from tests.bad_days.full_backlog import full
-from tests.cluster_client.clusters import Cluster, Given, Member
+from tests.cluster_client.clusters import PATIENT, Cluster, Given, Member
 from tests.cluster_client.silent_network import Network, run_in_virtual_time
 
 NAMES = [f"key {number}" for number in range(60)]
 BLOCKS = {name: name.encode() for name in NAMES}
-PATIENT = {"deadline_s": 600.0, "lookup_deadline_s": 60.0}
-"""However busy the machine is, no node counts as lost that is there. Nodes that are
-silent are in virtual time.
-"""
 Lose = Callable[[], set[str]]
 """Make the first node stop, or say nothing more; return its keys."""
 

@@ -16,6 +16,7 @@ from infinistore.client.api.store import AsyncStore
 from infinistore.errors import StoreUnavailable, TlsFailed
 from infinistore.server import Server
 from infinistore.sizes import KIB
+from tests.cluster_client.clusters import PATIENT
 from tests.cluster_io.etcd import Etcd
 from tests.server.etcd_keys import needs_etcd, put
 from tests.server.running import until
@@ -113,7 +114,7 @@ async def test_a_node_keeps_its_place_and_its_blocks(place: Place, etcd: Etcd, p
     async with AsyncExitStack() as stack:
         old, ended = await stack.enter_async_context(place.serving(None, **settings))
         await registered(etcd, cluster, old)
-        async with infinistore.open_store(etcd.url_of(cluster), deadline_s=600, lookup_deadline_s=60) as store:
+        async with infinistore.open_store(etcd.url_of(cluster), **PATIENT) as store:
             await fill(store)
             if place.kept:
                 await stack.aclose()

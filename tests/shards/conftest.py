@@ -26,8 +26,6 @@ HOST: Final = str(IPv4Address("127.1.0.0") + os.getpid())
 """Where the shards listen that this process starts. Nobody else asks for a port there,
 and so a shard that is started again gets its own again.
 """
-PATIENT: Final[dict[str, Any]] = {"deadline_s": 600.0, "lookup_deadline_s": 60.0}
-"""Options of stores that must not take a shard for lost while its process waits."""
 NAMES: Final = ("127.0.0.1", HOST)
 """Of the certificates of servers: the management API is at the first."""
 

@@ -18,10 +18,11 @@ from infinistore.errors import StoreUnavailable
 from infinistore.protocol.messages import Shard
 from infinistore.server.environment import Environment
 from infinistore.server.listeners import ServerAddresses
+from tests.cluster_client.clusters import PATIENT
 from tests.ports import own_ports
 from tests.server.running import Peer, RunningServer, make_config, running_server
 
-from .conftest import HOST, PATIENT, RunningShards
+from .conftest import HOST, RunningShards
 
 KEYS = [f"key {number}" for number in range(40)]
 

@@ -15,11 +15,11 @@ from infinistore.cluster.locate import parse_cluster_url
 from infinistore.cluster.membership import NodeState
 from infinistore.cluster_io.thread import open_membership
 from tests.asking import until
-from tests.cluster_client.clusters import Member
+from tests.cluster_client.clusters import PATIENT, Member
 from tests.cluster_io.etcd import Etcd, needs_etcd, shared_etcd
 from tests.transports.certificates import issue
 
-from .conftest import HOST, NAMES, PATIENT, RunningShards, running_shards
+from .conftest import HOST, NAMES, RunningShards, running_shards
 
 pytestmark = [needs_etcd, pytest.mark.process]
 KEYS = [f"key {number}" for number in range(64)]

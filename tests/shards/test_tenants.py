@@ -19,8 +19,9 @@ from infinistore.cli.root import run
 from infinistore.errors import AuthenticationFailed, LimitExceeded
 from infinistore.sizes import KIB
 from tests.asking import until
+from tests.cluster_client.clusters import PATIENT
 
-from .conftest import HOST, PATIENT, POOL, RunningShards, running_shards
+from .conftest import HOST, POOL, RunningShards, running_shards
 
 FREE_PORTS = ("--service-port", "0", "--manage-port", "0", *POOL)
 NAMES = ("ann", "ben", "ops")

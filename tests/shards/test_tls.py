@@ -12,9 +12,10 @@ import pytest
 
 from infinistore import blocking
 from tests.asking import until
+from tests.cluster_client.clusters import PATIENT
 from tests.transports.certificates import Files, issue
 
-from .conftest import HOST, NAMES, PATIENT, RunningShards, running_shards
+from .conftest import HOST, NAMES, RunningShards, running_shards
 
 pytestmark = pytest.mark.process
 KEYS = [f"key {number}" for number in range(64)]

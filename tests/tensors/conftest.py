@@ -15,6 +15,7 @@ from infinistore.blocking import BlockingStore
 from infinistore.kept_errors import KeptError
 from infinistore.protocol.messages import StoreRequest
 from tests.bad_days.servers import ServerHere, running_server_here
+from tests.cluster_client.clusters import PATIENT
 
 _T = TypeVar("_T")
 
@@ -63,8 +64,7 @@ def any_store(request: pytest.FixtureRequest, server: ServerHere) -> Iterator[Bl
     if request.param == "cluster":
         nodes = server, request.getfixturevalue("other_server")
         addresses = ",".join(node.url.partition("://")[2].partition("?")[0] for node in nodes)
-        url = f"infinistore+static://{addresses}"
-        with blocking.open_store(url, inline_bytes=0, deadline_s=600, lookup_deadline_s=60) as opened:
+        with blocking.open_store(f"infinistore+static://{addresses}", inline_bytes=0, **PATIENT) as opened:
             opened.purge()
             yield opened
         return
