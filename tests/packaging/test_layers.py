@@ -29,6 +29,7 @@ GROUND: dict[str, set[str]] = {
     "sizes": set(),
     "statistics": set(),
     "tenant_limits": set(),
+    "traces": {"errors"},
     "version": set(),
 }
 """The modules beside the folders that know nothing of the store, and what each may
