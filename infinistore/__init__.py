@@ -44,7 +44,7 @@ from infinistore.version import __version__
 
 if TYPE_CHECKING:  # the same names, where a type checker and an editor look for them
     from infinistore import aio, blocking
-    from infinistore.client import open_store
+    from infinistore.client import connect, open_store
     from infinistore.dropin.config import (
         LINK_ETHERNET,
         LINK_IB,
@@ -95,6 +95,7 @@ __all__ = [
     "__version__",
     "aio",
     "blocking",
+    "connect",
     "evict_cache",
     "get_kvmap_len",
     "open_store",
@@ -113,6 +114,7 @@ _LAZY_NAMES = {
     "InfinityConnection": "infinistore.dropin.connection",
     "Logger": "infinistore.dropin.config",
     "ServerConfig": "infinistore.dropin.config",
+    "connect": "infinistore.client",
     "evict_cache": "infinistore.dropin.registered_server",
     "get_kvmap_len": "infinistore.dropin.registered_server",
     "open_store": "infinistore.client",

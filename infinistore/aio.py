@@ -4,7 +4,7 @@ store`.
 
 from infinistore.client.api.results import PrefixMatch
 from infinistore.client.api.store import AsyncLease, AsyncReservation, AsyncStore
-from infinistore.client.drivers.asyncio_driver import open_store
+from infinistore.client.drivers.asyncio_driver import connect, open_store
 from infinistore.client.memory.buffers import Registration
 from infinistore.client.requests import RemovedKeys
 from infinistore.protocol.messages import Found, Prefetched
@@ -18,5 +18,6 @@ __all__ = [
     "PrefixMatch",
     "Registration",
     "RemovedKeys",
+    "connect",
     "open_store",
 ]

@@ -7,7 +7,7 @@ from typing import Final
 
 from infinistore.client.api.blocking_store import BlockingLease, BlockingReservation, BlockingStore
 from infinistore.client.api.results import PrefixMatch
-from infinistore.client.drivers.blocking_driver import open_store
+from infinistore.client.drivers.blocking_driver import connect, open_store
 from infinistore.client.memory.buffers import Registration
 from infinistore.client.requests import EndCopies, RemovedKeys
 from infinistore.errors import DiskFailed, StoreUnavailable
@@ -23,6 +23,7 @@ __all__ = [
     "PrefixMatch",
     "Registration",
     "RemovedKeys",
+    "connect",
     "key_pages",
     "open_store",
 ]

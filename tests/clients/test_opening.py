@@ -1,11 +1,14 @@
 """Opening and closing a store: whose error comes out, and what is left behind."""
 
 import asyncio
+import copy
 import itertools
 import mmap
 import os
+import pickle
 import resource
 import threading
+from collections.abc import Awaitable, Callable
 from pathlib import Path
 from typing import Any
 
@@ -50,6 +53,80 @@ def test_a_store_that_is_closed_is_unavailable(kind: str, loops: Loops) -> None:
     for call in (lambda: store.get("a"), lambda: store.put("a", b"x"), lambda: store.exists("a"), store.stats):
         with pytest.raises(StoreUnavailable, match="closed"):
             call()
+
+
+async def opened_by_hand(connect: Callable[..., Awaitable[aio.AsyncStore]], url: str | None) -> None:
+    store = await connect(url)
+    await store.put("by-hand", b"abc")
+    assert (await store.get("by-hand"), await store.get("missing", None)) == (bytearray(b"abc"), None)
+    for _ in range(2):
+        await store.aclose()
+    with pytest.raises(StoreUnavailable, match="closed"):
+        await store.get("by-hand")
+    with pytest.raises(StoreUnavailable, match="nowhere"):
+        await connect("unix:///nowhere")
+
+
+@pytest.mark.parametrize("remote", [True, False], ids=["remote", "embedded"])
+def test_a_store_that_was_connected_is_open_until_it_is_closed(loops: Loops, remote: bool) -> None:
+    with loops.trio.entered(running_server) as server:
+        url = server.url if remote else None
+        store = blocking.connect(url)
+        store.put("by-hand", b"abc")
+        assert (store.get("by-hand"), store.get("missing", 5)) == (bytearray(b"abc"), 5)
+        for _ in range(2):
+            store.close()
+        with pytest.raises(StoreUnavailable, match="closed"):
+            store.get("by-hand")
+        with pytest.raises(StoreUnavailable, match="nowhere"):
+            blocking.connect("unix:///nowhere")
+        loops.trio.run(opened_by_hand, infinistore.connect, url)
+        loops.asyncio.run(opened_by_hand, aio.connect, url)
+        loops.trio.run(server.quiet)
+
+
+def test_a_store_for_asyncio_outlives_the_loop_that_opened_it(loops: Loops) -> None:
+    with loops.trio.entered(running_server) as server:
+        opening = aio.open_store(server.url)
+        store = asyncio.run(opening.__aenter__())
+        asyncio.run(store.put("a", b"abc"))
+        assert asyncio.run(store.get("a")) == b"abc"
+        asyncio.run(opening.__aexit__(None, None, None))
+        loops.trio.run(server.quiet)
+
+
+def test_a_store_of_another_loop_says_which_one_to_open() -> None:
+    async def opens(module: Any) -> None:
+        async with module.open_store():
+            raise AssertionError("opened")
+
+    with pytest.raises(RuntimeError, match=r"under asyncio use infinistore\.aio\.open_store"):
+        asyncio.run(opens(infinistore))
+    with pytest.raises(RuntimeError, match=r"under Trio use infinistore\.open_store"):
+        trio.run(opens, aio)
+
+
+def test_what_open_store_returns_is_no_store_and_says_what_to_write() -> None:
+    opening: Any = blocking.open_store()
+    with pytest.raises(AttributeError, match=r"no 'get': write `with .* or `store = connect"):
+        opening.get("a")
+    opening = infinistore.open_store()
+    with pytest.raises(AttributeError, match=r"no 'get': write `async with .* or `store = await connect"):
+        opening.get("a")
+    opening = blocking.open_store()
+    with opening as store, pytest.raises(RuntimeError, match="call `open_store` again"):
+        opening.__enter__()
+    with pytest.raises(StoreUnavailable):
+        store.get("a")
+
+
+def test_a_store_says_where_it_is_and_cannot_be_copied() -> None:
+    for url in ("", "tcp://10.0.0.1:5", "infinistore+static://a:1,b:2"):
+        with blocking.open_store(f"{url}?deadline_s=5", lazy=True) if url else blocking.open_store() as store:
+            assert repr(store) == f"<BlockingStore {url or 'in this process'}>"
+            for copied in (pickle.dumps, copy.copy):
+                with pytest.raises(TypeError, match="open one in each process"):
+                    copied(store)
 
 
 @pytest.mark.parametrize("kind", ["embedded-threads", "threads"])

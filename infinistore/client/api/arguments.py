@@ -6,7 +6,7 @@ Wrong arguments raise `ValueError` and `TypeError`, as usual in Python.
 import math
 from collections.abc import Collection, Iterable, Mapping
 from operator import attrgetter
-from typing import Any, TypeAlias
+from typing import Any, Final, TypeAlias
 
 from infinistore.client.memory.buffers import (
     BufferLike,
@@ -24,6 +24,8 @@ from infinistore.protocol.messages import Keys
 _new = tuple.__new__  # makes a named tuple without the call of a Python function
 _LONGEST_TTL_S = 1e9  # 31 years
 _READONLY = attrgetter("readonly")
+REQUIRED: Final[Any] = object()
+"""The default of `get` that says that the key must exist."""
 Pairs: TypeAlias = Mapping[str, BufferLike] | Iterable[tuple[str, BufferLike]]
 """Keys with data or buffers: a mapping, or pairs."""
 

@@ -1,6 +1,6 @@
 # Generated from store.py by scripts/generate.py: change that one instead.
 """The methods of a blocking store, with a server and embedded alike, and the
-context managers that `lease` and `reserve` return.
+context managers that `open_store`, `lease` and `reserve` return.
 
 The methods check the arguments. A subclass carries the operations out, by one method:
 `_call`.
@@ -9,9 +9,10 @@ The methods check the arguments. A subclass carries the operations out, by one m
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from types import TracebackType
-from typing import Any, TypeVar, cast
+from typing import TYPE_CHECKING, Any, NoReturn, TypeVar, cast, overload
 
 from infinistore.client.api.arguments import (
+    REQUIRED,
     Pairs,
     batch_to_get,
     batch_to_put,
@@ -131,10 +132,41 @@ class BlockingReservation:
 
 
 _T = TypeVar("_T")
+_Default = TypeVar("_Default")
+
+
+class BlockingOpening:
+    """Entering it opens a store, and returns it. Leaving it closes the store."""
+
+    def __init__(self, connect: Callable[[], Any]) -> None:
+        self._connect = connect
+        self._store: BlockingStore | None = None
+
+    def __enter__(self) -> "BlockingStore":
+        if self._store is not None:
+            raise RuntimeError("this store was opened already; call `open_store` again for another one")
+        store: BlockingStore = self._connect()
+        self._store = store
+        return store
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        assert self._store is not None
+        self._store.close()
+
+    if not TYPE_CHECKING:  # which knows by itself that there is no such method
+
+        def __getattr__(self, name: str) -> NoReturn:
+            raise AttributeError(
+                f"open_store returns no store, and has no {name!r}: write `with open_store(...) as store`, or"
+                " `store = connect(...)`"
+            )
 
 
 class BlockingStore(ABC):
-    """A store of blocks by key, which any number of threads may use. See `open_store`.
+    """A store of blocks by key, which any number of threads may use. `open_store` and
+    `connect` open one.
 
     Data and buffers are contiguous objects with the buffer protocol, or PyTorch tensors
     on the CPU; tensors on a GPU if their memory is registered (see `register`).
@@ -153,6 +185,19 @@ class BlockingStore(ABC):
     """Whether the URL names a cluster: keys are spread over its nodes by their hash
     tags. False for a server with shards, which is found by the first connection.
     """
+    place: str = "in this process"
+    """Where the blocks are: the URL without its options."""
+
+    def __repr__(self) -> str:
+        return f"<BlockingStore {self.place}>"
+
+    def __reduce__(self) -> NoReturn:
+        raise TypeError("a store cannot be copied or pickled: open one in each process")
+
+    def close(self) -> None:  # noqa: B027  # not every store has something to close
+        """Close the store, and wait until its work in the background has ended. Any
+        number of times. `with open_store(...)` does so by itself.
+        """
 
     @abstractmethod
     def _call(self, request: StoreRequest[_T]) -> _T:
@@ -192,17 +237,24 @@ class BlockingStore(ABC):
             return self.put_batch(checked, replace, ttl_s=ttl_s)
         return self._call(Put(checked, replace, ttl_in_us(ttl_s)))
 
-    def get(self, key: str) -> bytearray:
-        """Read one block.
+    @overload
+    def get(self, key: str) -> bytearray: ...
+    @overload
+    def get(self, key: str, default: _Default) -> bytearray | _Default: ...
+    def get(self, key: str, default: Any = REQUIRED) -> Any:
+        """Read one block. Returns `default`, if one is given, for a key that does not
+        exist.
 
         Raises:
-            KeyNotFound: the key does not exist.
+            KeyNotFound: the key does not exist, and there is no default.
             ChecksumMismatch: the bytes are not those that were written.
         """
         value = (self._call(Get(CheckedKeys((key,)))))[0]
-        if value is None:
+        if value is not None:
+            return value
+        if default is REQUIRED:
             raise KeyNotFound(f"{key!r} is not in the store")
-        return value
+        return default
 
     def get_many(self, keys: Iterable[str]) -> list[bytearray | None]:
         """Read blocks. Returns None for each key that does not exist.

@@ -1,5 +1,5 @@
 """The methods of an asynchronous store, with a server and embedded alike, and the
-context managers that `lease` and `reserve` return.
+context managers that `open_store`, `lease` and `reserve` return.
 
 The methods check the arguments. A subclass carries the operations out, by one method:
 `_call`.
@@ -8,9 +8,10 @@ The methods check the arguments. A subclass carries the operations out, by one m
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from types import TracebackType
-from typing import Any, TypeVar, cast
+from typing import TYPE_CHECKING, Any, NoReturn, TypeVar, cast, overload
 
 from infinistore.client.api.arguments import (
+    REQUIRED,
     Pairs,
     batch_to_get,
     batch_to_put,
@@ -130,10 +131,41 @@ class AsyncReservation:
 
 
 _T = TypeVar("_T")
+_Default = TypeVar("_Default")
+
+
+class AsyncOpening:
+    """Entering it opens a store, and returns it. Leaving it closes the store."""
+
+    def __init__(self, connect: Callable[[], Any]) -> None:
+        self._connect = connect
+        self._store: AsyncStore | None = None
+
+    async def __aenter__(self) -> "AsyncStore":
+        if self._store is not None:
+            raise RuntimeError("this store was opened already; call `open_store` again for another one")
+        store: AsyncStore = await self._connect()
+        self._store = store
+        return store
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        assert self._store is not None
+        await self._store.aclose()
+
+    if not TYPE_CHECKING:  # which knows by itself that there is no such method
+
+        def __getattr__(self, name: str) -> NoReturn:
+            raise AttributeError(
+                f"open_store returns no store, and has no {name!r}: write `async with open_store(...) as store`, or"
+                " `store = await connect(...)`"
+            )
 
 
 class AsyncStore(ABC):
-    """A store of blocks by key, which any number of tasks may use. See `open_store`.
+    """A store of blocks by key, which any number of tasks may use. `open_store` and
+    `connect` open one.
 
     Data and buffers are contiguous objects with the buffer protocol, or PyTorch tensors
     on the CPU; tensors on a GPU if their memory is registered (see `register`).
@@ -154,6 +186,19 @@ class AsyncStore(ABC):
     """Whether the URL names a cluster: keys are spread over its nodes by their hash
     tags. False for a server with shards, which is found by the first connection.
     """
+    place: str = "in this process"
+    """Where the blocks are: the URL without its options."""
+
+    def __repr__(self) -> str:
+        return f"<AsyncStore {self.place}>"
+
+    def __reduce__(self) -> NoReturn:
+        raise TypeError("a store cannot be copied or pickled: open one in each process")
+
+    async def aclose(self) -> None:  # noqa: B027  # not every store has something to close
+        """Close the store, and wait until its work in the background has ended. Any
+        number of times. `async with open_store(...)` does so by itself.
+        """
 
     @abstractmethod
     async def _call(self, request: StoreRequest[_T]) -> _T:
@@ -193,17 +238,24 @@ class AsyncStore(ABC):
             return await self.put_batch(checked, replace, ttl_s=ttl_s)
         return await self._call(Put(checked, replace, ttl_in_us(ttl_s)))
 
-    async def get(self, key: str) -> bytearray:
-        """Read one block.
+    @overload
+    async def get(self, key: str) -> bytearray: ...
+    @overload
+    async def get(self, key: str, default: _Default) -> bytearray | _Default: ...
+    async def get(self, key: str, default: Any = REQUIRED) -> Any:
+        """Read one block. Returns `default`, if one is given, for a key that does not
+        exist.
 
         Raises:
-            KeyNotFound: the key does not exist.
+            KeyNotFound: the key does not exist, and there is no default.
             ChecksumMismatch: the bytes are not those that were written.
         """
         value = (await self._call(Get(CheckedKeys((key,)))))[0]
-        if value is None:
+        if value is not None:
+            return value
+        if default is REQUIRED:
             raise KeyNotFound(f"{key!r} is not in the store")
-        return value
+        return default
 
     async def get_many(self, keys: Iterable[str]) -> list[bytearray | None]:
         """Read blocks. Returns None for each key that does not exist.

@@ -60,6 +60,7 @@ class ClusterStore:
         shard_ports: tuple[int, ...] | None = None,
     ) -> None:
         self.verifies = options.verify == "always"
+        self.place = str(url)
         self._owns_rdma = rdma is None
         self.rdma = shared = rdma or StoreRdma(options, clock, forced=options.transport == "rdma")
         if self._owns_rdma:
@@ -168,6 +169,7 @@ class RemoteStore(Generic[_Cluster]):
         clock: Callable[[], float],
     ) -> None:
         self.verifies = options.verify == "always"
+        self.place = str(address)
         self._environment = environment = environment or Environment()
         self.calls: Calls[Any] = Calls(address, options, clock, environment.random, environment.machine, terms=terms)
         self._make_cluster = cluster

@@ -8,12 +8,12 @@ import asyncio
 import math
 import threading
 import time
-from collections.abc import AsyncGenerator, Callable, Sequence
-from contextlib import asynccontextmanager, suppress
+from collections.abc import Callable, Sequence
+from contextlib import suppress
 from functools import partial
 from typing import Any, TypeVar, Unpack, assert_never, cast
 
-from infinistore.client.api.store import AsyncStore
+from infinistore.client.api.store import AsyncOpening, AsyncStore
 from infinistore.client.cluster.opening import SILENT_AFTER, ClusterStore, RemoteStore, ask_if_there
 from infinistore.client.connection.calls import LOOKUP_CONNECTIONS, PLAIN, WAITING_CONNECTIONS, Attempt, Terms
 from infinistore.client.connection.effects import (
@@ -145,8 +145,9 @@ class ClusterAsyncioStore(ClusterStore, AsyncStore):
             with suppress(RuntimeError):  # its loop was closed
                 loop.call_soon_threadsafe(task.cancel)
 
-    async def ended(self) -> None:
-        """Wait until the tasks of this loop have ended, after `close`."""
+    async def aclose(self) -> None:
+        """Close the store, and wait until the tasks of this loop have ended."""
+        self.close()
         mine = [task for task, loop in list(self._tasks.items()) if loop is asyncio.get_running_loop()]
         if mine:
             await asyncio.wait(mine)
@@ -187,14 +188,13 @@ _LOOK_AGAIN_S = 1.0
 """A loop that is closed with a slot on its way tells nobody."""
 
 
-@asynccontextmanager
 @explained
-async def open_store(
+def open_store(
     url: str | None = None,
     *,
     environment: Environment | None = None,
     **given: Unpack[StoreOptions],
-) -> AsyncGenerator[AsyncStore, None]:
+) -> AsyncOpening:
     """Open a store, for asyncio: `async with open_store(...) as store`.
 
     Any number of tasks may share it, in the loop that opened it or in another one, in
@@ -206,38 +206,41 @@ async def open_store(
         StoreUnavailable: no server answers there. Not with `lazy`.
         AuthenticationFailed: the token is missing or wrong. Not with `lazy`.
         OutOfMemory: no memory for an embedded store.
+        RuntimeError: under another library than asyncio.
     """
+    return AsyncOpening(partial(connect, url, environment=environment, **given))
+
+
+async def connect(
+    url: str | None = None,
+    *,
+    environment: Environment | None = None,
+    **given: Unpack[StoreOptions],
+) -> AsyncStore:
+    """Open a store as `open_store` does, and return it: `await store.aclose()` closes
+    it.
+    """
+    try:
+        asyncio.get_running_loop()
+    except RuntimeError:
+        raise RuntimeError("infinistore.aio is for asyncio; under Trio use infinistore.open_store") from None
     address, options = make_options(url, given)
     if address is None:
         # Taking the memory of the pool takes a moment, and leaves no thread behind when
         # it is cancelled.
-        embedded = EmbeddedStore(options)
-        try:
-            yield _EmbeddedAsyncioStore(embedded, options)
-        finally:
-            if embedded.disks is None:
-                embedded.close()
-            else:  # which takes a while
-                await in_thread(embedded.close)
-        return
+        return _EmbeddedAsyncioStore(EmbeddedStore(options), options)
+    store: ClusterAsyncioStore | RemoteAsyncioStore
     if isinstance(address, ClusterUrl):
-        cluster = ClusterAsyncioStore(address, options, environment or Environment(), RemoteAsyncioStore)
-        try:
-            if not options.lazy:
-                await cluster.connect()
-            yield cluster
-        finally:
-            cluster.close()
-            await cluster.ended()
-        return
-    store = RemoteAsyncioStore(address, options, environment)
+        store = ClusterAsyncioStore(address, options, environment or Environment(), RemoteAsyncioStore)
+    else:
+        store = RemoteAsyncioStore(address, options, environment)
     try:
         if not options.lazy:
             await store.connect()
-        yield store
-    finally:
-        store.close()
-        await store.ended()
+    except BaseException:
+        await store.aclose()
+        raise
+    return store
 
 
 class _EmbeddedAsyncioStore(AsyncStore):
@@ -245,6 +248,12 @@ class _EmbeddedAsyncioStore(AsyncStore):
         self.embedded = store
         """The engine."""
         self.verifies = options.verify == "always"
+
+    async def aclose(self) -> None:
+        if self.embedded.disks is None:
+            self.embedded.close()
+        else:  # which takes a while
+            await in_thread(self.embedded.close)
 
     def mapped_arenas(self) -> list[tuple[memoryview, memoryview | None]]:
         return self.embedded.mapped_arenas()
@@ -305,10 +314,11 @@ class RemoteAsyncioStore(RemoteStore[ClusterAsyncioStore], AsyncStore):
         if sharded is not None:
             await sharded.connect()
 
-    async def ended(self) -> None:
-        """Wait until what goes on in the background has ended, after `close`."""
+    async def aclose(self) -> None:
+        """Close the store, and wait until its work in the background has ended."""
+        self.close()
         if self._sharded is not None:
-            await self._sharded.ended()
+            await self._sharded.aclose()
 
     async def _call(self, request: StoreRequest[_T], within_s: float | None = None) -> _T:
         if self._sharded is not None:

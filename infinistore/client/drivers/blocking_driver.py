@@ -15,13 +15,12 @@ import math
 import queue
 import threading
 import time
-from collections.abc import Callable, Generator, Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import wait
-from contextlib import contextmanager
 from functools import partial
 from typing import Any, Final, TypeVar, Unpack, assert_never, cast
 
-from infinistore.client.api.blocking_store import BlockingStore
+from infinistore.client.api.blocking_store import BlockingOpening, BlockingStore
 from infinistore.client.cluster.calls import LOST
 from infinistore.client.cluster.nodes import PING
 from infinistore.client.cluster.opening import SILENT_AFTER, ClusterStore, RemoteStore, check_not_silent
@@ -559,11 +558,10 @@ class _BackgroundThread:
             thread.join()
 
 
-@contextmanager
 @explained
 def open_store(
     url: str | None = None, *, environment: Environment | None = None, **given: Unpack[StoreOptions]
-) -> Generator[BlockingStore, None, None]:
+) -> BlockingOpening:
     """Open a store, for threads: `with open_store(...) as store`.
 
     Any number of threads may share it. Without a URL the store is embedded: the engine
@@ -576,30 +574,28 @@ def open_store(
         AuthenticationFailed: the token is missing or wrong. Not with `lazy`.
         OutOfMemory: no memory for an embedded store.
     """
+    return BlockingOpening(partial(connect, url, environment=environment, **given))
+
+
+def connect(
+    url: str | None = None, *, environment: Environment | None = None, **given: Unpack[StoreOptions]
+) -> BlockingStore:
+    """Open a store as `open_store` does, and return it: `store.close()` closes it."""
     address, options = make_options(url, given)
     if address is None:
-        embedded = EmbeddedStore(options)
-        try:
-            yield _EmbeddedBlockingStore(embedded, options)
-        finally:
-            embedded.close()
-        return
+        return _EmbeddedBlockingStore(EmbeddedStore(options), options)
+    store: ClusterBlockingStore | RemoteBlockingStore
     if isinstance(address, ClusterUrl):
-        cluster = ClusterBlockingStore(address, options, environment or Environment(), RemoteBlockingStore)
-        try:
-            if not options.lazy:
-                cluster.connect()
-            yield cluster
-        finally:
-            cluster.close()
-        return
-    store = RemoteBlockingStore(address, options, environment)
+        store = ClusterBlockingStore(address, options, environment or Environment(), RemoteBlockingStore)
+    else:
+        store = RemoteBlockingStore(address, options, environment)
     try:
         if not options.lazy:
             store.connect()
-        yield store
-    finally:
+    except BaseException:
         store.close()
+        raise
+    return store
 
 
 class _EmbeddedBlockingStore(BlockingStore):
@@ -607,6 +603,9 @@ class _EmbeddedBlockingStore(BlockingStore):
         self.embedded = store
         """The engine."""
         self.verifies = options.verify == "always"
+
+    def close(self) -> None:
+        self.embedded.close()
 
     def mapped_arenas(self) -> list[tuple[memoryview, memoryview | None]]:
         return self.embedded.mapped_arenas()

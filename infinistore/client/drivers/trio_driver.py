@@ -10,14 +10,15 @@ cancelled leaves no part behind.
 """
 
 import math
-from collections.abc import AsyncGenerator, Callable, Sequence
-from contextlib import asynccontextmanager, suppress
+from collections.abc import Callable, Sequence
+from contextlib import suppress
 from functools import partial
 from typing import Any, TypeVar, Unpack, assert_never, cast
 
 import trio
+from trio.lowlevel import in_trio_task
 
-from infinistore.client.api.store import AsyncStore
+from infinistore.client.api.store import AsyncOpening, AsyncStore
 from infinistore.client.cluster.opening import SILENT_AFTER, ClusterStore, RemoteStore, ask_if_there
 from infinistore.client.connection.calls import LOOKUP_CONNECTIONS, PLAIN, WAITING_CONNECTIONS, Attempt, Terms
 from infinistore.client.connection.effects import (
@@ -184,14 +185,13 @@ class ClusterTrioStore(ClusterStore, AsyncStore):
                 ended.set()
 
 
-@asynccontextmanager
 @explained
-async def open_store(
+def open_store(
     url: str | None = None,
     *,
     environment: Environment | None = None,
     **given: Unpack[StoreOptions],
-) -> AsyncGenerator[AsyncStore, None]:
+) -> AsyncOpening:
     """Open a store, for Trio: `async with open_store(...) as store`.
 
     Any number of tasks may share it. Without a URL the store is embedded: the engine
@@ -203,35 +203,40 @@ async def open_store(
         StoreUnavailable: no server answers there. Not with `lazy`.
         AuthenticationFailed: the token is missing or wrong. Not with `lazy`.
         OutOfMemory: no memory for an embedded store.
+        RuntimeError: under another library than Trio.
     """
+    return AsyncOpening(partial(connect, url, environment=environment, **given))
+
+
+async def connect(
+    url: str | None = None,
+    *,
+    environment: Environment | None = None,
+    **given: Unpack[StoreOptions],
+) -> AsyncStore:
+    """Open a store as `open_store` does, and return it: `await store.aclose()` closes
+    it, under the same run of Trio.
+    """
+    if not in_trio_task():
+        raise RuntimeError(
+            "infinistore.open_store is for Trio; under asyncio use infinistore.aio.open_store, without either"
+            " infinistore.blocking.open_store"
+        )
     address, options = make_options(url, given)
     if address is None:
-        embedded = await in_thread(lambda: EmbeddedStore(options))
-        try:
-            yield _EmbeddedTrioStore(embedded, options)
-        finally:
-            if embedded.disks is None:
-                embedded.close()
-            else:  # which takes a while
-                with trio.CancelScope(shield=True):
-                    await in_thread(embedded.close)
-        return
+        return _EmbeddedTrioStore(await in_thread(lambda: EmbeddedStore(options)), options)
+    store: ClusterTrioStore | RemoteTrioStore
     if isinstance(address, ClusterUrl):
-        cluster = ClusterTrioStore(address, options, environment or Environment(), RemoteTrioStore)
-        try:
-            if not options.lazy:
-                await cluster.connect()
-            yield cluster
-        finally:
-            await cluster.aclose()
-        return
-    store = RemoteTrioStore(address, options, environment)
+        store = ClusterTrioStore(address, options, environment or Environment(), RemoteTrioStore)
+    else:
+        store = RemoteTrioStore(address, options, environment)
     try:
         if not options.lazy:
             await store.connect()
-        yield store
-    finally:
+    except BaseException:
         await store.aclose()
+        raise
+    return store
 
 
 class _EmbeddedTrioStore(AsyncStore):
@@ -239,6 +244,13 @@ class _EmbeddedTrioStore(AsyncStore):
         self.embedded = store
         """The engine."""
         self.verifies = options.verify == "always"
+
+    async def aclose(self) -> None:
+        if self.embedded.disks is None:
+            self.embedded.close()
+        else:  # which takes a while
+            with trio.CancelScope(shield=True):
+                await in_thread(self.embedded.close)
 
     def mapped_arenas(self) -> list[tuple[memoryview, memoryview | None]]:
         return self.embedded.mapped_arenas()
