@@ -2,7 +2,8 @@
 
     make compare COMPARE_ARGS="--quick"
     python bench/compare.py [--quick] [--systems TCP Redis] [--shapes "64 x 64 KiB"]
-                            [--operations put get] [--clients 1 2] [--rounds 3]
+                            [--operations put get] [--clients 1..64] [--rounds 3]
+                            [--shards 1..16] [--numa-node 0] [--resume] [--limit SECONDS]
 
 Redis (redis-py with hiredis), memcached (pymemcache and pylibmc), Mooncake's store with
 its zero-copy calls, the original InfiniStore where there is an RDMA device, without
@@ -14,15 +15,19 @@ the other. It writes new keys, from memory larger than the last-level cache, and
 blocks in an order of its own; a batch that was read is compared byte by byte before it
 is measured.
 
-Results are in `bench/out/compare.json` and `compare.md` (`--out`): also why a store is
-not there, and what is wanted of this one beside what came out. With `--check` the exit
+How many clients there are at most, and how many shards of this store, follows from the
+cores and the memory of the machine, unless it is said; what that leaves out is named.
+--numa-node keeps servers and clients on one node.
+
+Results are in `bench/out/compare.json` (`--json`), which is written as each row ends,
+and `compare.md` (`--out`): also why a store is not there, and what is wanted of this
+one beside what came out. --resume measures what the file lacks. With `--check` the exit
 status is 1 if something that is wanted was lost, or nothing of it was measured.
 `--plots FOLDER` draws the results, too.
 """
 
 import argparse
 import json
-import platform
 import random
 import statistics
 import subprocess
@@ -37,16 +42,38 @@ from typing import Any, NamedTuple
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
 
-from peers.report import Machine, markdown, versions
-from peers.systems import SYSTEMS, Server, System, process_cpu_s, servers
+from infinistore.errors import ConfigError
+from infinistore.host import bind_process
+from machine import Machine, this_machine
+from peers.report import Run, markdown, versions
+from peers.systems import SHARDS, SYSTEMS, Server, System, process_cpu_s, servers
 from peers.wanted import reached, wanted
-from peers.work import KIB, MIB, OPERATIONS, SHAPES, SOURCE_BYTES, Result, Shape, fill_source
+from peers.work import (
+    KIB,
+    MIB,
+    OPERATIONS,
+    POOL_BYTES,
+    SHAPES,
+    SOURCE_BYTES,
+    WRITTEN_BYTES,
+    Result,
+    Shape,
+    fill_source,
+    read_results,
+)
+from recorded import Record, RecordError, add_record_arguments
+from shards import counts
 
 BENCH = Path(__file__).parent
 _BEFORE_S = 0.02
 """From telling clients when to begin until then."""
 _TARGET_BYTES = 64 * MIB
 _CALL_S = 60.0
+_BLOCKS_OF_A_SHARD = 64
+"""Fewer would not spread evenly."""
+_CLIENTS_A_CORE = 4
+_CLIENTS_A_GIB = 0.5
+"""There are so many of each store, with 16 MiB and more to read into."""
 
 
 class Clients:
@@ -118,12 +145,18 @@ class Cell(NamedTuple):
     shape: Shape
     clients: int
 
+    def __str__(self) -> str:
+        return f"{self.operation}, {self.shape}, {self.clients} client{'s' * (self.clients != 1)}"
+
     def concerns(self, system: System) -> bool:
         """Say whether this store does that."""
         return (
             self.operation in system.operations
             and (self.shape.blocks > 1 or not system.batches_only)
             and self.clients <= system.most_clients
+            # Else a put of each client would have to evict, or the blocks of one shard.
+            and (self.operation not in ("put", "mix") or self.clients * self.shape.batch_bytes <= WRITTEN_BYTES)
+            and (system.shards == 1 or self.shape.size <= POOL_BYTES // system.shards // _BLOCKS_OF_A_SHARD)
         )
 
 
@@ -155,21 +188,29 @@ def cells(arguments: argparse.Namespace) -> Iterator[tuple[Shape, list[Cell]]]:
 
 
 def run(
-    arguments: argparse.Namespace, clients: Mapping[str, Clients], out: Console, failures: dict[str, str]
-) -> list[Result]:
-    """Measure everything, and show how far it has come."""
-    results: list[Result] = []
+    arguments: argparse.Namespace,
+    clients: Mapping[str, Clients],
+    record: Record,
+    out: Console,
+    failures: dict[str, str],
+) -> None:
+    """Measure what the record lacks, and show how far it has come."""
     generator = random.Random(1)
     systems = {system.name: system for system in SYSTEMS if system.name in clients}
-    planned = list(cells(arguments))
+    missing = set(record.missing)
+    planned = [(shape, [cell for cell in some if str(cell) in missing]) for shape, some in cells(arguments)]
     columns = (BarColumn(), TextColumn("{task.description}"), TimeRemainingColumn())
     with Progress(*columns, console=out, transient=True) as progress:
         task = progress.add_task("", total=sum(len(some) for _, some in planned) * arguments.rounds)
         for shape, some in planned:
+            if not some or not record.may_begin():
+                continue
             progress.update(task, description=f"{shape}: blocks to read")
             _fill(shape, clients, failures)
             for cell in some:
-                progress.update(task, description=f"{cell.operation}, {shape}, {cell.clients} clients")
+                if not record.may_begin():
+                    break
+                progress.update(task, description=str(cell))
                 figures: dict[str, list[dict[str, Any]]] = {}
                 for _ in range(arguments.rounds):
                     names = [name for name, system in systems.items() if cell.concerns(system)]
@@ -182,9 +223,10 @@ def run(
                             else:
                                 figures.setdefault(name, []).append(measured)
                     progress.advance(task)
-                results += [_median(cell, systems[name], runs) for name, runs in figures.items()]
+                results = [_median(cell, systems[name], runs) for name, runs in figures.items()]
+                record.found["failures"] = record.found.get("failures", {}) | failures
+                record.add(str(cell), {"results": [result._asdict() for result in results]})
             _clear(shape, clients, failures)
-    return results
 
 
 def _fill(shape: Shape, clients: Mapping[str, Clients], failures: dict[str, str]) -> None:
@@ -256,17 +298,24 @@ def _resident_bytes(process: int) -> int:
     return pages * 4096
 
 
-def read_arguments(words: Sequence[str]) -> argparse.Namespace:
-    """Return what to do; shapes are looked up, and what is not said is filled in."""
+def read_arguments(words: Sequence[str], machine: Machine) -> argparse.Namespace:
+    """Return what to do; shapes are looked up, and what is not said is filled in, and
+    what that leaves out.
+    """
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     names = {str(shape): shape for shape in SHAPES}
-    parser.add_argument("--quick", action="store_true", help="three shapes, one and four clients, short runs")
+    parser.add_argument("--quick", action="store_true", help="three shapes, 1, 4, 16 and 64 clients, short runs")
     parser.add_argument(
         "--systems", nargs="+", choices=[one.name for one in SYSTEMS], metavar="NAME", help="only these"
     )
     parser.add_argument("--shapes", nargs="+", choices=names, metavar="SHAPE", help=f"of {', '.join(names)}")
     parser.add_argument("--operations", nargs="+", choices=OPERATIONS, default=list(OPERATIONS))
-    parser.add_argument("--clients", nargs="+", type=int, help="how many at a time (1 2 4 8)")
+    parser.add_argument("--clients", nargs="+", default=[], metavar="N", help="how many at a time: 1 8, or 1..64")
+    parser.add_argument(
+        "--shards", nargs="+", default=[], metavar="N", help=f"of {SHARDS}, also 1..16; one server is always there"
+    )
+    parser.add_argument("--numa-node", type=int, metavar="N", help="run everything on this node")
+    add_record_arguments(parser)
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--seconds", type=float, help="how long one run of a cell is (0.3)")
     parser.add_argument("--check", action="store_true", help="fail where less came out than is wanted")
@@ -276,17 +325,93 @@ def read_arguments(words: Sequence[str]) -> argparse.Namespace:
     quick = arguments.quick
     some = arguments.shapes or (["4 KiB", "64 KiB", "64 x 64 KiB"] if quick else list(names))
     arguments.shapes = [names[name] for name in some]
-    arguments.clients = arguments.clients or ([1, 4] if quick else [1, 2, 4, 8])
+    try:
+        arguments.clients, arguments.shards = counts(arguments.clients), counts(arguments.shards)
+    except ValueError as error:
+        parser.error(str(error))
+    arguments.left_out = []
+    if not arguments.clients:
+        most = max(1, min(_CLIENTS_A_CORE * machine.cores, int(_CLIENTS_A_GIB * machine.memory_gib) or 1))
+        wanted_clients = [1, 4, 16, 64] if quick else [1, 2, 4, 8, 16, 32, 64]
+        arguments.clients = [count for count in wanted_clients if count <= most]
+        if more := [str(count) for count in wanted_clients if count > most]:
+            arguments.left_out.append(f"{', '.join(more)} clients: too many for {machine.describe()}")
+    if not arguments.shards and not arguments.systems:
+        arguments.shards = [count for count in SHARDS if 2 * count <= machine.cores][-1:]  # the others are clients'
+        if not arguments.shards:
+            arguments.left_out.append(f"shards: there are {machine.cores} cores for them and their clients")
+    if unknown := set(arguments.shards) - {1, *SHARDS}:
+        parser.error(f"--shards can be 1, {', '.join(map(str, SHARDS))}, and not {min(unknown)}")
+    if len(machine.nodes) > 1:
+        arguments.left_out.append("the memory of each NUMA node by itself: --numa-node")
     arguments.seconds = arguments.seconds or (0.15 if quick else 0.3)
+    arguments.json = arguments.json or arguments.out / "compare.json"
     return arguments
 
 
+def chosen_systems(arguments: argparse.Namespace) -> list[System]:
+    """Return the stores to measure: those that are named, and all without."""
+    return [
+        system
+        for system in SYSTEMS
+        if (system.name in arguments.systems if arguments.systems else system.shards == 1)
+        or system.shards in set(arguments.shards) - {1}
+    ]
+
+
 def main() -> int:
-    arguments = read_arguments(sys.argv[1:])
-    out = Console()
-    chosen = [system for system in SYSTEMS if not arguments.systems or system.name in arguments.systems]
-    failures: dict[str, str] = {}
+    arguments = read_arguments(sys.argv[1:], this_machine())
+    if arguments.numa_node is not None:
+        try:
+            bind_process(arguments.numa_node)  # and what it starts
+        except ConfigError as error:
+            sys.exit(str(error))
+    machine, out = this_machine(), Console()
+    chosen = chosen_systems(arguments)
+    settings = {"rounds": arguments.rounds, "seconds": arguments.seconds, "systems": [system.name for system in chosen]}
+    planned = [str(cell) for _, some in cells(arguments) for cell in some]
+    try:
+        record = Record(
+            arguments.json, settings, machine, planned, left_out=arguments.left_out, resume=arguments.resume,
+            limit_s=arguments.limit,
+        )  # fmt: skip
+    except RecordError as error:
+        sys.exit(str(error))
+    # What failed with blocks of one shape counts as long as those rows do.
+    earlier = record.found.get("failures", {})
+    failures = {} if record.missing else dict(earlier)
+    record.found["failures"] = {what: why for what, why in earlier.items() if ": " in what}
     began = time.monotonic()
+    if record.missing:
+        measure_all(arguments, chosen, record, out, failures)
+    record.found["failures"] = failures = record.found.get("failures", {}) | failures
+    results = read_results(record.rows)
+    about = Run(machine.describe(), versions(), " ".join(sys.argv[1:]), round(time.monotonic() - began))
+    left = list(arguments.left_out)
+    if record.missing:
+        left.append(f"for want of time: {len(record.missing)} rows; --resume goes on")
+    text = markdown(about, results, record.found["memory"], failures, left)
+    checked = wanted(results)
+    record.found["wanted"] = [
+        {"wanted": one.wanted, "measured": [part._asdict() for part in one.measured], "verdict": one.verdict}
+        for one in checked
+    ]
+    record.found["versions"] = about.versions
+    record.write()
+    arguments.out.mkdir(parents=True, exist_ok=True)
+    (arguments.out / "compare.md").write_text(text, encoding="utf-8")
+    out.print(text, markup=False, highlight=False, soft_wrap=True)
+    if arguments.plots:
+        from peers.plots import draw  # matplotlib
+
+        draw(results, arguments.plots)
+    return int(arguments.check and not reached(checked))
+
+
+def measure_all(
+    arguments: argparse.Namespace, chosen: Sequence[System], record: Record, out: Console, failures: dict[str, str]
+) -> None:
+    """Start stores and clients, and measure what the record lacks."""
     with tempfile.TemporaryDirectory(prefix="infinistore-compare-") as name, ExitStack() as until_end:
         folder = Path(name)
         source = folder / "source"
@@ -305,28 +430,9 @@ def main() -> int:
                 clients[system.name] = starting
             except Failed as error:
                 failures[system.name] = f"its client does not start: {error}"
-        taken = memory(clients)
-        results = run(arguments, clients, out, failures)
-    machine = Machine(platform.processor() or platform.machine(), versions(), " ".join(sys.argv[1:]))
-    machine = machine._replace(seconds=round(time.monotonic() - began))
-    text = markdown(machine, results, taken, failures)
-    found: dict[str, Any] = {"machine": machine._asdict(), "memory": taken, "failures": failures}
-    found["results"] = [result._asdict() for result in results]
-    checked = wanted(results)
-    found["wanted"] = [
-        {"wanted": one.wanted, "measured": [part._asdict() for part in one.measured], "verdict": one.verdict}
-        for one in checked
-    ]
-    written = arguments.out
-    written.mkdir(parents=True, exist_ok=True)
-    (written / "compare.md").write_text(text, encoding="utf-8")
-    (written / "compare.json").write_text(json.dumps(found, indent=1), encoding="utf-8")
-    out.print(text, markup=False, highlight=False, soft_wrap=True)
-    if arguments.plots:
-        from peers.plots import draw  # matplotlib
-
-        draw(results, arguments.plots)
-    return int(arguments.check and not reached(checked))
+        if "memory" not in record.found:
+            record.found["memory"] = memory(clients)
+        run(arguments, clients, record, out, failures)
 
 
 if __name__ == "__main__":

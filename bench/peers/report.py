@@ -4,13 +4,10 @@ is wanted of it beside what came out.
 """
 
 import importlib.metadata
-import os
-import platform
 import shutil
 import subprocess
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
-from pathlib import Path
 from typing import NamedTuple
 
 from peers.systems import SYSTEMS
@@ -23,21 +20,18 @@ _SINGLE_IN_US = 64 * 1024
 """Up to this size a single block is shown by its time, and else by its rate."""
 
 
-class Machine(NamedTuple):
+class Run(NamedTuple):
     """Where and how it was measured."""
 
-    processor: str
+    machine: str
     versions: Mapping[str, str]
     command: str
     seconds: int = 0
 
 
 def versions() -> dict[str, str]:
-    """Return the versions of what takes part, and the machine's."""
-    found = {"Python": platform.python_version(), "Linux": platform.release(), "cores": str(os.cpu_count())}
-    with suppress(OSError, StopIteration):
-        lines = Path("/proc/cpuinfo").read_text().splitlines()
-        found["processor"] = next(line for line in lines if line.startswith("model name")).partition(": ")[2]
+    """Return the versions of what takes part."""
+    found = {}
     for package in _PACKAGES:
         with suppress(importlib.metadata.PackageNotFoundError):
             found[package] = importlib.metadata.version(package)
@@ -49,10 +43,14 @@ def versions() -> dict[str, str]:
 
 
 def markdown(
-    machine: Machine, results: Sequence[Result], memory: Mapping[str, int], failures: Mapping[str, str]
+    run: Run,
+    results: Sequence[Result],
+    memory: Mapping[str, int],
+    failures: Mapping[str, str],
+    left_out: Sequence[str] = (),
 ) -> str:
     """Return the report."""
-    parts = [_where(machine)]
+    parts = [_where(run)]
     for operation in dict.fromkeys(result.operation for result in results):
         for clients in dict.fromkeys(result.clients for result in results if result.operation == operation):
             some = [result for result in results if (result.operation, result.clients) == (operation, clients)]
@@ -70,14 +68,14 @@ def markdown(
     parts.append(f"## Rows that are lost\n\n{_lost(results)}")
     if rows := [one.row for one in wanted(results) if one.measured]:
         parts.append("\n".join(["## Wanted and measured\n", *_head("wanted", "measured", ""), *rows]))
-    if failures:
-        parts.append("\n".join(["## Not measured\n", *(f"- {what}: {why}" for what, why in failures.items())]))
+    if not_measured := [*(f"- {what}: {why}" for what, why in failures.items()), *(f"- {what}" for what in left_out)]:
+        parts.append("\n".join(["## Not measured\n", *not_measured]))
     return "\n\n".join(parts) + "\n"
 
 
-def _where(machine: Machine) -> str:
-    listed = ", ".join(f"{name} {version}" for name, version in machine.versions.items())
-    return f"`bench/compare.py {machine.command}`, {machine.seconds} s. {listed}."
+def _where(run: Run) -> str:
+    listed = ", ".join(f"{name} {version}" for name, version in run.versions.items())
+    return f"`bench/compare.py {run.command}`, {run.seconds} s. {run.machine}. {listed}."
 
 
 def _table(results: Sequence[Result]) -> str:

@@ -10,7 +10,8 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager
+from functools import partial
 from pathlib import Path
 from typing import IO, NamedTuple
 
@@ -18,6 +19,7 @@ from peers import original
 from peers.work import MIB, POOL_BYTES, SOURCE_BYTES
 
 HERE = "127.0.0.1"
+SHARDS = (2, 4, 8, 16)
 _START_S = 20.0
 
 
@@ -45,12 +47,13 @@ class System(NamedTuple):
     address: Callable[[str], str] = lambda address: address
     operations: Sequence[str] = ("put", "get", "mix", "exists")
     batches_only: bool = False
-    most_clients: int = 8
+    most_clients: int = 64
     ours: bool = False
     python: str = sys.executable
     """What runs its clients."""
     limit: bool = False
     """It does less than any store: what could be reached at best."""
+    shards: int = 1
 
 
 def _with(**options: str) -> Callable[[str], str]:
@@ -60,6 +63,7 @@ def _with(**options: str) -> Callable[[str], str]:
 SYSTEMS = (
     System("TCP", "InfiniStore", "tcp", ours=True),
     System("TCP, objects", "InfiniStoreObjects", "tcp", operations=("get",), ours=True),
+    *(System(f"TCP, {n} shards", "InfiniStore", f"shards {n}", ours=True, shards=n) for n in SHARDS),
     System("Unix socket", "InfiniStore", "unix", ours=True),
     System("shared memory", "InfiniStore", "shm", ours=True),
     System("shared memory, asking", "InfiniStore", "shm", _with(known_blocks="0"), ("get", "exists"), ours=True),
@@ -114,6 +118,14 @@ def _one_infinistore(*flags: str, pool_bytes: int = POOL_BYTES) -> Iterator[tupl
         assert process.stdout is not None
         listening = json.loads(process.stdout.readline())["listening"]
         yield int(next(url for url in listening if url.startswith("tcp:")).rpartition(":")[2]), process
+
+
+@contextmanager
+def _shards(_: Path, count: int) -> Iterator[Server]:
+    with _one_infinistore("--unix-socket", "off", "--shards", str(count)) as (port, process):
+        files = Path(f"/proc/{process.pid}/task").glob("*/children")
+        shards = [int(child) for file in files for child in file.read_text().split()]
+        yield Server(f"tcp://{HERE}:{port}", [process.pid, *shards], POOL_BYTES)
 
 
 @contextmanager
@@ -232,7 +244,8 @@ def _raw(folder: Path) -> Iterator[Server]:
         yield Server(f"{HERE}:{_last_line(process)}", [process.pid])
 
 
-_START = {
+_START: dict[str, Callable[[Path], AbstractContextManager[Server]]] = {
+    **{f"shards {count}": partial(_shards, count=count) for count in SHARDS},
     "none": _none,
     "tcp": lambda folder: _infinistore(folder, "tcp"),
     "unix": lambda folder: _infinistore(folder, "unix"),

@@ -3,7 +3,7 @@ and what came of it.
 """
 
 import random
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -73,6 +73,11 @@ class Result(NamedTuple):
     def cell(self) -> tuple[str, Shape, int]:
         """Return what was measured."""
         return self.operation, self.shape, self.clients
+
+
+def read_results(rows: Iterable[Mapping[str, Any]]) -> list[Result]:
+    """Return the results of rows, as a file has them."""
+    return [Result(**{**one, "shape": Shape(*one["shape"])}) for row in rows for one in row["results"]]
 
 
 def fill_source(memory: Any) -> None:

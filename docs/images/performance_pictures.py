@@ -15,13 +15,13 @@ BENCH = HERE.parents[1] / "bench"
 sys.path.insert(0, str(BENCH))
 
 from peers.plots import draw  # noqa: E402
-from peers.work import Result, Shape  # noqa: E402
+from peers.work import read_results  # noqa: E402
 
 
 def main() -> None:
     """Write the pictures beside this file."""
     found = json.loads((BENCH / "out" / "compare.json").read_text(encoding="utf-8"))
-    results = [Result(**{**result, "shape": Shape(*result["shape"])}) for result in found["results"]]
+    results = read_results(found["rows"])
     draw(results, HERE)
 
 

@@ -15,15 +15,19 @@ pytest.importorskip("numpy")
 BENCH = Path(__file__).parents[2] / "bench"
 sys.path.append(str(BENCH))
 import compare  # noqa: E402
+from machine import Machine  # noqa: E402
 from peers import original  # noqa: E402
-from peers.report import Machine, markdown  # noqa: E402
+from peers.report import Run, markdown  # noqa: E402
 from peers.systems import SYSTEMS, Server, servers  # noqa: E402
 from peers.wanted import Wanted, reached, wanted  # noqa: E402
-from peers.work import KIB, MIB, SHAPES, Result, Shape  # noqa: E402
+from peers.work import KIB, MIB, SHAPES, Result, Shape, read_results  # noqa: E402
+from recorded import Record  # noqa: E402
 
 SMALL, MEDIUM, BATCH = Shape(1, 4 * KIB), Shape(1, 64 * KIB), Shape(64, 64 * KIB)
 BY_NAME = {system.name: system for system in SYSTEMS}
-MACHINE = Machine("x86_64", {"Python": "3.11.2", "cores": "2"}, "--quick", 12)
+RUN = Run("2 cores, AMD EPYC", {"redis": "8.1.0"}, "--quick", 12)
+TWO_CORES = Machine("AMD EPYC", 2, 2, {"0": [0, 1]}, 24, "cpython 3.11.2", "6.1")
+MANY_CORES = TWO_CORES._replace(cores=16, physical_cores=16, memory_gib=128, nodes={"0": [*range(16)]})
 
 
 def result(
@@ -56,8 +60,8 @@ class TestReport:
             result("put", BATCH, 1, "TCP", 500),
             result("get", SMALL, 4, "TCP", 9_000),
         ]
-        text = markdown(MACHINE, results, {}, {})
-        assert text.startswith("`bench/compare.py --quick`, 12 s. Python 3.11.2, cores 2.")
+        text = markdown(RUN, results, {}, {})
+        assert text.startswith("`bench/compare.py --quick`, 12 s. 2 cores, AMD EPYC. redis 8.1.0.")
         assert part(text, "put, 1 client") == [
             ["TCP", "100 / 200", "**2.10**"],  # 500 calls of 4 MiB
             ["shared memory", "**50 / 100**", ""],
@@ -68,7 +72,7 @@ class TestReport:
 
     def test_what_several_clients_get_is_shown_by_what_one_gets_and_less_is_bold(self) -> None:
         rates = {1: 1000.0, 2: 1500.0, 4: 900.0}
-        text = markdown(MACHINE, [result("get", SMALL, n, "TCP", rate) for n, rate in rates.items()], {}, {})
+        text = markdown(RUN, [result("get", SMALL, n, "TCP", rate) for n, rate in rates.items()], {}, {})
         assert part(text, "Calls a second of all clients together, by those of one alone") == [
             ["get 4 KiB", "TCP", "1.50", "**0.90**"]
         ]
@@ -79,7 +83,7 @@ class TestReport:
             for system, rates in (("shared memory", (500, 600)), ("memcpy", (1000, 800)))
             for count, rate in zip((1, 4), rates, strict=True)
         ]
-        text = markdown(MACHINE, results, {}, {})
+        text = markdown(RUN, results, {}, {})
         assert part(text, "Shared memory by as many processes that only copy") == [
             ["get 64 x 64 KiB", "shared memory", "0.50", "0.75"]
         ]
@@ -92,13 +96,13 @@ class TestReport:
             result("put", SMALL, 1, "TCP", 5_000, p50_us=200.0),
             result("put", SMALL, 1, "Redis", 4_000, p50_us=250.0),
         ]
-        assert part(markdown(MACHINE, results, {}, {}), "Rows that are lost") == [
+        assert part(markdown(RUN, results, {}, {}), "Rows that are lost") == [
             ["get 4 KiB, 1 client", "TCP 200 / 400 us p50 / p99", "memcached, pylibmc 50 / 100 us p50 / p99", "0.25"]
         ]
 
     def test_memory_and_processor_time_are_shown_and_what_failed_is_named(self) -> None:
         text = markdown(
-            MACHINE,
+            RUN,
             [result("put", BATCH, 1, "TCP", 500)],
             {"TCP": 30 * MIB},
             {"Redis": "redis-server is not installed"},
@@ -160,7 +164,7 @@ class TestWanted:
         assert reached(rows) is fine
 
     def test_the_report_has_it_as_a_table(self) -> None:
-        text = markdown(MACHINE, [result("put", BATCH, 1, name, 1) for name in ("TCP", "raw sockets")], {}, {})
+        text = markdown(RUN, [result("put", BATCH, 1, name, 1) for name in ("TCP", "raw sockets")], {}, {})
         assert ["64 x 64 KiB over TCP: at least 0.9 of raw sockets", "put 1.00", "reached"] in part(
             text, "Wanted and measured"
         )
@@ -168,18 +172,45 @@ class TestWanted:
 
 class TestPlan:
     def test_each_shape_has_its_cells_and_lookups_are_asked_once(self) -> None:
-        arguments = compare.read_arguments(["--quick", "--operations", "put", "exists"])
+        arguments = compare.read_arguments(["--quick", "--operations", "put", "exists"], TWO_CORES)
         plan = dict(compare.cells(arguments))
         assert list(plan) == [SMALL, MEDIUM, BATCH]
         assert plan[SMALL] == [compare.Cell(one, SMALL, count) for one in ("put", "exists") for count in (1, 4)]
         assert {cell.operation for cell in plan[BATCH]} == {"put"}
 
     def test_what_is_not_said_is_everything(self) -> None:
-        arguments = compare.read_arguments([])
+        arguments = compare.read_arguments([], TWO_CORES)
         assert arguments.shapes == list(SHAPES)
         assert arguments.clients == [1, 2, 4, 8]
-        with pytest.raises(SystemExit):
-            compare.read_arguments(["--shapes", "5 KiB"])
+        for words in (["--shapes", "5 KiB"], ["--clients", "0"], ["--clients", "many"], ["--shards", "3"]):
+            with pytest.raises(SystemExit):
+                compare.read_arguments(words, TWO_CORES)
+
+    @pytest.mark.parametrize(
+        ("machine", "quick", "clients", "shards", "left_out"),
+        [
+            (TWO_CORES, False, [1, 2, 4, 8], [], ["16, 32, 64 clients", "shards"]),
+            (TWO_CORES, True, [1, 4], [], ["16, 64 clients", "shards"]),
+            (TWO_CORES._replace(cores=1, memory_gib=1), True, [1], [], ["4, 16, 64 clients", "shards"]),
+            (MANY_CORES, False, [1, 2, 4, 8, 16, 32, 64], [8], []),
+            (MANY_CORES, True, [1, 4, 16, 64], [8], []),
+            (MANY_CORES._replace(memory_gib=32), True, [1, 4, 16], [8], ["64 clients"]),
+            (MANY_CORES._replace(cores=64, nodes={"0": [0], "1": [1]}), True, [1, 4, 16, 64], [16], ["NUMA"]),
+        ],
+    )
+    def test_clients_and_shards_follow_from_the_machine_and_the_rest_is_named(
+        self, machine: Machine, quick: bool, clients: list[int], shards: list[int], left_out: list[str]
+    ) -> None:
+        arguments = compare.read_arguments(["--quick"] if quick else [], machine)
+        assert (arguments.clients, arguments.shards) == (clients, shards)
+        assert len(arguments.left_out) == len(left_out)
+        assert all(part in text for part, text in zip(left_out, arguments.left_out, strict=True))
+
+    def test_shards_are_stores_beside_the_others_and_those_that_are_named(self) -> None:
+        names = [one.name for one in compare.chosen_systems(compare.read_arguments([], MANY_CORES))]
+        assert "TCP, 8 shards" in names and "TCP" in names and "TCP, 2 shards" not in names
+        asked = compare.read_arguments(["--systems", "TCP", "--shards", "1..4"], TWO_CORES)
+        assert [one.name for one in compare.chosen_systems(asked)] == ["TCP", "TCP, 2 shards", "TCP, 4 shards"]
 
     @pytest.mark.parametrize(
         ("cell", "system", "concerns"),
@@ -189,6 +220,10 @@ class TestPlan:
             (compare.Cell("put", SMALL, 1), "Redis, pipeline", False),  # which is for batches
             (compare.Cell("put", BATCH, 1), "Redis, pipeline", True),
             (compare.Cell("exists", SMALL, 1), "memcached, pymemcache", False),  # it has no such question
+            (compare.Cell("put", Shape(1, 16 * MIB), 64), "TCP", False),  # it would have to evict
+            (compare.Cell("get", Shape(1, 16 * MIB), 64), "TCP", True),
+            (compare.Cell("get", Shape(1, 16 * MIB), 1), "TCP, 16 shards", False),  # four fit into each
+            (compare.Cell("get", Shape(1, MIB), 1), "TCP, 16 shards", True),
         ],
     )
     def test_a_store_is_asked_for_what_it_has(self, cell: compare.Cell, system: str, concerns: bool) -> None:
@@ -218,16 +253,23 @@ class Clients(compare.Clients):
         self.ask(count, **request)
 
 
-def run(clients: dict[str, Clients]) -> tuple[list[Result], dict[str, str]]:
-    words = ["--shapes", "4 KiB", "64 KiB", "--operations", "put", "get", "--clients", "1", "2", "--rounds", "2"]
-    arguments = compare.read_arguments([*words, "--seconds", "0.1"])
+WORDS = ["--shapes", "4 KiB", "64 KiB", "--operations", "put", "get", "--clients", "1", "2", "--rounds", "2"]
+
+
+def run(
+    clients: dict[str, Clients], path: Path | None = None, **settings: Any
+) -> tuple[list[Result], dict[str, str], Record]:
+    arguments = compare.read_arguments([*WORDS, "--seconds", "0.1"], TWO_CORES)
     failures: dict[str, str] = {}
-    return compare.run(arguments, clients, Console(file=io.StringIO()), failures), failures
+    planned = [str(cell) for _, some in compare.cells(arguments) for cell in some]
+    record = Record(path, {}, TWO_CORES, planned, **settings)
+    compare.run(arguments, clients, record, Console(file=io.StringIO()), failures)
+    return read_results(record.rows), failures, record
 
 
 class TestRun:
     def test_the_figures_of_a_cell_are_those_of_all_clients_together(self) -> None:
-        results, failures = run({"TCP": Clients("TCP")})
+        results, failures, _ = run({"TCP": Clients("TCP")})
         assert not failures
         assert len(results) == 8
         of_two = next(one for one in results if one.cell == ("get", SMALL, 2))
@@ -237,7 +279,7 @@ class TestRun:
 
     def test_a_store_that_fails_is_named_and_left_out_for_that_shape_and_others_go_on(self) -> None:
         failing = Clients("Redis", {"do": "prepare", "op": "get", "clients": 2, "shape": list(SMALL)})
-        results, failures = run({"TCP": Clients("TCP"), "Redis": failing})
+        results, failures, _ = run({"TCP": Clients("TCP"), "Redis": failing})
         assert failures == {"Redis: 4 KiB": "get, 2 clients: OutOfMemory: full"}
         assert sum(one.system == "TCP" for one in results) == 8
         measured = {one.cell for one in results if one.system == "Redis"}
@@ -245,12 +287,24 @@ class TestRun:
         assert {("put", SMALL, 2), ("get", SMALL, 1), ("get", MEDIUM, 2)} <= measured
 
     def test_a_store_whose_blocks_cannot_be_read_is_not_measured(self) -> None:
-        results, failures = run({"TCP": Clients("TCP"), "Mooncake": Clients("Mooncake", {"do": "check"})})
+        results, failures, _ = run({"TCP": Clients("TCP"), "Mooncake": Clients("Mooncake", {"do": "check"})})
         assert failures == {
             "Mooncake: 4 KiB": "blocks to read: OutOfMemory: full",
             "Mooncake: 64 KiB": "blocks to read: OutOfMemory: full",
         }
         assert {one.system for one in results} == {"TCP"}
+
+    def test_a_run_that_was_cut_off_goes_on_with_the_rows_that_are_missing(self, tmp_path: Path) -> None:
+        path = tmp_path / "rows.json"
+        ticks = iter(range(1000))
+        results, _, record = run({"TCP": Clients("TCP")}, path, limit_s=4, clock=lambda: float(next(ticks)))
+        assert record.missing and len(results) == 8 - len(record.missing)
+        clients = Clients("TCP")
+        everything, _, record = run({"TCP": clients}, path, resume=True)
+        assert not record.missing and len(everything) == 8
+        assert everything[: len(results)] == results
+        measured = sum(one["do"] == "run" for one in clients.asked)
+        assert measured == 2 * (8 - len(results))  # two rounds of each, and nothing twice
 
     def test_written_blocks_are_removed_after_each_run_that_wrote(self) -> None:
         clients = Clients("TCP")
