@@ -6,11 +6,16 @@ answers for every error, so that the test goes on; and once a test has failed, i
 fixtures may take for ever. Here the clock runs until the whole test is over. `GRACE_S`
 after its error the process ends, with the stack of each thread. pytest-xdist then names
 the test, and starts another process for the rest.
+
+A test that works on a machine that is busy with other things is not stuck, however long
+it takes. So what counts is processor time; and a test that used none of it, while the
+clock ran once, waits for something that does not come.
 """
 
 import faulthandler
 import os
 import signal
+import time
 from collections.abc import Iterator
 from types import FrameType
 from typing import Any, Final
@@ -21,6 +26,8 @@ __all__ = ["GRACE_S", "Limits"]
 
 GRACE_S: Final = 60.0
 """What a test has, after the error, to clean up; and a process, to end."""
+_AT_WORK: Final = 0.02
+"""The share of a processor below which a process only waits."""
 
 
 class Limits:
@@ -35,9 +42,14 @@ class Limits:
         """Start the clock of a test."""
         limit_s: float = settings.timeout
         is_over = False
+        seen = began = time.process_time()
 
         def ring(number: int, frame: FrameType | None) -> None:
-            nonlocal is_over
+            nonlocal is_over, seen
+            before, seen = seen, time.process_time()
+            if not is_over and seen - began < limit_s and seen - before > _AT_WORK * limit_s:
+                signal.setitimer(signal.ITIMER_REAL, limit_s, self._grace_s)
+                return
             faulthandler.dump_traceback(self._stderr)
             if is_over:
                 os._exit(1)

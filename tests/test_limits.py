@@ -40,6 +40,15 @@ def endless():
 def test_fails_before_its_fixture_is_stuck(endless):
     assert False
 
+def test_is_at_work_until_it_has_had_its_share(monkeypatch):
+    began = time.process_time()
+    for used_s in (100, 200, 3500):
+        monkeypatch.setattr(time, "process_time", lambda: began + used_s)
+        ring()
+    monkeypatch.setattr(time, "process_time", lambda: began + 3700)
+    with pytest.raises(pytest.fail.Exception):
+        ring()
+
 def test_passes():
     pass
 """
@@ -77,7 +86,7 @@ def test_what_is_stuck_is_named_and_the_rest_run(tmp_path: Path) -> None:
     assert "crashed while running 'test_these.py::test_answers_for_every_error'" in shown
     for failed in ("FAILED .*test_stuck", "(FAILED|ERROR) .*test_fails_before_its_fixture_is_stuck"):
         assert re.search(failed, shown)
-    assert "3 failed, 1 passed, 1 error" in shown
+    assert "3 failed, 2 passed, 1 error" in shown
 
 
 def test_a_process_that_does_not_end_is_ended(tmp_path: Path) -> None:
