@@ -6,12 +6,14 @@ import pytest
 
 from infinistore.errors import ConfigError
 from infinistore.integrations.internal.settings import StoreSettings
+from infinistore.integrations.vllm.settings import ConnectorSettings
 from tests.tables import for_each
 
 URL = "tcp://localhost"
 WRONG: list[tuple[dict[str, Any], str]] = [
-    ({}, "extra_config names no store; set url to infinistore://HOST:22345"),
+    ({}, "extra_config names no store; set url, or the variable INFINISTORE_URL, to infinistore://"),
     ({"url": None}, "extra_config names no store"),
+    ({"url": 7}, "extra_config: url must be a text, not 7"),
     ({"url": URL, "hold": 3}, "extra_config: unknown setting 'hold'; did you mean hold_s?"),
     ({"url": URL, "zzz": 3}, "known are url, key_prefix, deadline_s, hold_s"),
     ({"url": URL, "hold_s": -1}, "extra_config: hold_s must be a number of seconds above 0, not -1"),
@@ -28,6 +30,15 @@ def test_what_cannot_be_used_is_refused_by_its_name(case: tuple[dict[str, Any], 
     with pytest.raises(ConfigError) as raised:
         StoreSettings.from_mapping(given, where="extra_config", key_prefix="")
     assert complaint in str(raised.value)
+
+
+@for_each(given=[{}, {"url": ""}, {"url": None}, {"url": URL}])
+def test_the_url_is_that_of_the_settings_or_else_of_the_environment(given: dict[str, Any]) -> None:
+    with pytest.MonkeyPatch.context() as environment:
+        environment.setenv("INFINISTORE_URL", "tcp://other")
+        settings = StoreSettings.from_mapping(given, where="extra_config", key_prefix="")
+        connector = ConnectorSettings.from_extra_config(given)
+    assert settings.url == connector.url == (given.get("url") or "tcp://other")
 
 
 @pytest.mark.parametrize(

@@ -3,6 +3,7 @@ how long blocks stay in it.
 """
 
 import difflib
+import os
 from collections.abc import Callable, Mapping
 from typing import Any, TypeVar
 from urllib.parse import parse_qs, urlsplit
@@ -49,6 +50,21 @@ def known_settings(cls: type[RetentionSettings]) -> list[str]:
     return [field.name for field in sorted(attrs.fields(cls), key=lambda field: field.inherited)]
 
 
+def with_url(given: Mapping[str, Any], where: str) -> dict[str, Any]:
+    """Return a user's settings with the URL of the store: their `url`, or else that of
+    the variable INFINISTORE_URL.
+
+    Raises:
+        ConfigError: neither is there.
+    """
+    url = given.get("url") or os.environ.get("INFINISTORE_URL")
+    if not url:
+        raise ConfigError(
+            f"{where} names no store; set url, or the variable INFINISTORE_URL, to infinistore://HOST:22345"
+        )
+    return {**given, "url": url}
+
+
 def read_settings(cls: type[_S], given: Mapping[str, Any], where: str) -> _S:
     """Check a user's settings. `where` names their source in messages.
 
@@ -77,7 +93,7 @@ class StoreSettings(RetentionSettings):
     with `key_prefix`.
     """
 
-    url: str
+    url: str = attrs.field(validator=TEXT)
     key_prefix: str = attrs.field(validator=TEXT)
     deadline_s: float | None = attrs.field(default=None, validator=TIME_OR_NONE)
     hold_s: float = attrs.field(default=10.0, validator=must_be("a number of seconds above 0", is_time))
@@ -85,9 +101,7 @@ class StoreSettings(RetentionSettings):
     @classmethod
     def from_mapping(cls, given: Mapping[str, Any], *, where: str, key_prefix: str) -> "StoreSettings":
         """Read settings from an engine's configuration, as `read_settings`."""
-        if not isinstance(given.get("url"), str):
-            raise ConfigError(f"{where} names no store; set url to infinistore://HOST:22345")
-        return read_settings(cls, {"key_prefix": key_prefix, **given}, where)
+        return read_settings(cls, {"key_prefix": key_prefix, **with_url(given, where)}, where)
 
     def prefix_of(self, model: str, weights: str, *, default: str) -> str:
         """Return the prefix of the keys of a model with these weights, of which nothing

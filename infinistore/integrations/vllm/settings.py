@@ -5,10 +5,14 @@ from typing import Any, Literal
 
 import attrs
 
-from infinistore.errors import ConfigError
-from infinistore.integrations.internal.settings import TEXT, RetentionSettings, is_time, must_be, read_settings
-
-_URL_EXAMPLE = '"kv_connector_extra_config": {"url": "infinistore://HOST:22345"}'
+from infinistore.integrations.internal.settings import (
+    TEXT,
+    RetentionSettings,
+    is_time,
+    must_be,
+    read_settings,
+    with_url,
+)
 
 
 def _is_whole(value: object) -> bool:
@@ -35,7 +39,8 @@ class ConnectorSettings(RetentionSettings):
     """The settings of the connector. Times are in seconds."""
 
     url: str = attrs.field(validator=TEXT)
-    """The URL of the store, with options such as `?token_file=`."""
+    """The URL of the store, with options such as `?token_file=`. Default: the variable
+    INFINISTORE_URL."""
     namespace: str = attrs.field(default="", validator=_NAME)
     """Part of every key. Engines with different namespaces share nothing."""
     model: str = attrs.field(default="", validator=_NAME)
@@ -82,7 +87,5 @@ class ConnectorSettings(RetentionSettings):
         Raises:
             ConfigError: the store is missing, or a setting is unknown or invalid.
         """
-        settings = read_settings(cls, {"url": "", **given}, "kv_connector_extra_config")
-        if not settings.url:
-            raise ConfigError(f"the connector's settings name no store; add {_URL_EXAMPLE} to --kv-transfer-config")
-        return settings
+        where = "kv_connector_extra_config"
+        return read_settings(cls, with_url(given, f"{where} of --kv-transfer-config"), where)

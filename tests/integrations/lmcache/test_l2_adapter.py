@@ -297,7 +297,7 @@ def test_objects_that_were_loaded_are_pinned_for_the_time_that_is_set(
 @pytest.mark.parametrize(
     ("parameters", "message"),
     [
-        ({}, "adapter_params names no store; set url to infinistore://HOST:22345"),
+        ({}, "adapter_params names no store; set url, or the variable INFINISTORE_URL, to infinistore://"),
         ({"url": "localhost:1"}, "no URL of a store"),
         ({"url": "tcp://localhost", "hold": 3}, "unknown setting 'hold'; did you mean hold_s"),
     ],

@@ -385,7 +385,10 @@ def test_pages_that_were_loaded_are_pinned_for_the_time_that_is_set(
 @pytest.mark.parametrize(
     ("extra", "message"),
     [
-        ({"url": None}, "hicache-storage-backend-extra-config names no store; set url to infinistore://HOST:22345"),
+        (
+            {"url": None},
+            "hicache-storage-backend-extra-config names no store; set url, or the variable",
+        ),
         ({"url": "localhost"}, "no URL of a store"),
         ({"urls": "tcp://localhost"}, "unknown setting 'urls'; did you mean url"),
     ],

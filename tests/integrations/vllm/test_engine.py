@@ -171,7 +171,7 @@ def test_a_config_that_names_no_store_stops_vllm_and_says_what_is_missing(engine
     engine = engines.start("nameless", extra={"deadline_s": 3})
     with pytest.raises(RuntimeError, match="the engine ended"):
         engine.wait_until_ready()
-    assert "the connector's settings name no store" in engines.log("nameless")
+    assert "kv_connector_extra_config of --kv-transfer-config names no store" in engines.log("nameless")
 
 
 @pytest.mark.nightly

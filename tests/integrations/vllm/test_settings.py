@@ -25,8 +25,8 @@ def test_a_url_is_enough() -> None:
 @pytest.mark.parametrize(
     ("given", "complaint"),
     [
-        ({}, 'name no store; add "kv_connector_extra_config": {"url"'),
-        ({"url": ""}, "name no store"),
+        ({}, "--kv-transfer-config names no store; set url, or the variable INFINISTORE_URL"),
+        ({"url": ""}, "names no store"),
         ({"url": 7}, "url must be a text, not 7"),
         ({"url": "tcp://h:1", "deadline": 3}, "unknown setting 'deadline'; did you mean deadline_s?"),
         ({"url": "tcp://h:1", "zzz": 3}, "unknown setting 'zzz'; known are url, namespace"),
