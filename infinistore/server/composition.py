@@ -13,8 +13,8 @@ import logging
 import mmap
 import os
 import socket
-from collections.abc import Awaitable, Callable, Iterator, Sequence
-from contextlib import ExitStack, closing, contextmanager
+from collections.abc import Awaitable, Callable, Sequence
+from contextlib import ExitStack, closing
 from functools import partial
 from typing import TYPE_CHECKING, Final, TypeAlias
 
@@ -25,7 +25,6 @@ from infinistore.access.policy import OneTenant, Policy, TenantPolicy
 from infinistore.allocators import create_allocator
 from infinistore.config import ServerConfig
 from infinistore.core.arena import Arena
-from infinistore.core.journal import Journal
 from infinistore.core.limits import CoreLimits
 from infinistore.core.pool import Pool
 from infinistore.core.store import StoreCore
@@ -38,7 +37,7 @@ from infinistore.protocol.messages import HelloReply, Shard, shards_to_texts
 from infinistore.secret_files import read_token
 from infinistore.server.budgets import DescriptorBudget, LogBudget
 from infinistore.server.connection import SessionLimits
-from infinistore.server.disk import JOBS_END_S, DiskService, ServerDisks
+from infinistore.server.disk import JOBS_END_S, DiskService, ServerDisks, make_journal
 from infinistore.server.environment import Environment
 from infinistore.server.listeners import Listeners, ServerAddresses, open_listeners
 from infinistore.server.maintenance import PoolGrowth, evict_periodically
@@ -52,11 +51,11 @@ from infinistore.server.session.handshake import MOST_STRANGERS, Handshakes
 from infinistore.server.session.session import ServerContext, SessionRegistry
 from infinistore.server.take_over.giving import HandoverServer
 from infinistore.server.take_over.kept import Keeping, KeptMemory, forget_kept, make_keeping, open_kept
-from infinistore.server.take_over.memory import HandedGroups, OneStore, PoolLost
+from infinistore.server.take_over.memory import OneStore, PoolLost
 from infinistore.server.take_over.taking import HandoverClient, begin_taking
 from infinistore.server.telemetry import Telemetry
 from infinistore.service_manager import ServiceManager
-from infinistore.tenant_limits import TenantLimits, why_no_places
+from infinistore.tenant_limits import why_no_places
 from infinistore.transports.sockets.spin import Spinner
 from infinistore.version import __version__
 
@@ -170,34 +169,27 @@ async def _run(
                 shards = await environment.meet_shards(listeners.addresses)
                 giving.refuse(shards=bool(shards))
                 addresses = listeners.addresses
-                core, movers, disks, background, tenancy = await _open_stores(
-                    config,
-                    policy,
-                    addresses,
-                    environment,
-                    resources,
-                    pool=pool,
-                    taking=taking,
-                    parts=len(shards) or 1,
-                    reserve_descriptors=descriptors.reserve,
+                opening = _Opening(
+                    config, addresses, environment, resources, descriptors, taking, parts=len(shards) or 1
                 )
+                stores = await opening.open(policy, pool)
                 server = compose_server(
                     config,
-                    core,
+                    stores.core,
                     addresses,
                     token,
                     environment=environment,
-                    movers=movers,
+                    movers=stores.movers,
                     descriptors=descriptors,
-                    disks=disks,
+                    disks=stores.disks,
                     shards=shards,
                     tls=tls,
                     reloads=reloads,
                     policy=policy,
                     giving=giving,
                     keeping=make_keeping(config, manager, giving),
-                    background=background,
-                    tenancy=tenancy,
+                    background=stores.background,
+                    tenancy=stores.tenancy,
                 )
                 cluster = join_cluster(config, server, environment, token, has_old_blocks=taking is not None)
                 if taking is not None:
@@ -222,72 +214,120 @@ async def _run(
         raise refused.again()
 
 
-async def _find_earlier(
-    config: ServerConfig, token: str, manager: ServiceManager, resources: ExitStack
-) -> HandoverClient | KeptMemory | None:
-    """Return the earlier server that this one goes on for, if there is one."""
+_Earlier: TypeAlias = HandoverClient | KeptMemory | None
+"""The server that this one goes on for, if there is one."""
+
+
+async def _find_earlier(config: ServerConfig, token: str, manager: ServiceManager, resources: ExitStack) -> _Earlier:
     if config.take_over:
         return await begin_taking(config, token, resources)
     return await open_kept(config, manager, resources) if manager.kept else None
 
 
-async def _open_stores(
-    config: ServerConfig,
-    policy: Policy,
-    addresses: ServerAddresses,
-    environment: Environment,
-    resources: ExitStack,
-    *,
-    pool: Pool,
-    taking: HandoverClient | KeptMemory | None,
-    parts: int = 1,
-    reserve_descriptors: Callable[[int], None],
-) -> "tuple[StoreCore, Sequence[Mover], ServerDisks, Sequence[_Background], Tenancy | None]":
-    """Make the store, its movers and its disks, what runs beside it, and its tenants.
-
-    `resources` closes them. Without tenants, the store is in `pool`. The blocks come
-    from the server that is being replaced, if there is one. The server can be one of
-    `parts` shards. `reserve_descriptors` sets so many aside.
-
-    Raises:
-        ConfigError: the configuration, or the tenants file, cannot be used.
-        OutOfMemory: the machine has no memory for the pool.
-        PoolLost: the blocks of the earlier server cannot be used, and it has ended.
+@attrs.frozen
+class _Stores:
+    """The store of a server with its movers and its disks, what runs beside it, and its
+    tenants.
     """
-    with _lost_without_memory(taking):
-        if isinstance(policy, TenantPolicy):
-            tenancy, kept = await _open_tenancy(
-                config, policy, addresses, environment, resources, parts=parts, taking=taking
-            )
-            tenancy.handed = HandedGroups(tenancy, kept, partial(_journal_of, config))
-            background = [] if taking is None else await taking.take(tenancy.handed, resources)
-            if config.disks:
-                from infinistore.server.tenant_disks import open_tenant_disks  # late: it needs numpy
 
-                limits = [one.divided(parts) for one in policy.tenants.limits]
-                await open_tenant_disks(
-                    config, limits, tenancy, environment, resources, reserve_descriptors=reserve_descriptors
-                )
-            return tenancy.whole, tenancy.movers, tenancy.disks, background, tenancy
-        await _fill_pool(config, pool, environment, taking)
+    core: StoreCore
+    movers: Sequence[Mover]
+    disks: ServerDisks
+    background: Sequence[_Background]
+    tenancy: "Tenancy | None" = None
+
+
+@attrs.frozen
+class _Opening:
+    """Makes the stores of a server. `resources` closes them. The blocks come from
+    `earlier`, and the server can be one of `parts` shards.
+    """
+
+    config: ServerConfig
+    addresses: ServerAddresses
+    environment: Environment
+    resources: ExitStack
+    descriptors: DescriptorBudget
+    earlier: _Earlier
+    parts: int
+
+    async def open(self, policy: Policy, pool: Pool) -> _Stores:
+        """Make the store in `pool`, or those of tenants.
+
+        Raises:
+            ConfigError: the configuration, or the tenants file, cannot be used.
+            OutOfMemory: the machine has no memory for the pool.
+            PoolLost: the blocks of the earlier server cannot be used, and it has ended.
+        """
+        try:
+            if isinstance(policy, TenantPolicy):
+                return await self._open_tenants(policy)
+            return await self._open_one(pool)
+        except OutOfMemory as error:
+            if self.earlier is None or self.earlier.serves:
+                raise
+            raise PoolLost(str(error)) from None  # without what it has left, there may be enough
+
+    async def _open_one(self, pool: Pool) -> _Stores:
+        config, environment, earlier = self.config, self.environment, self.earlier
+        make_arena, background = partial(_make_arena, config, environment), list[_Background]()
+        if earlier is None:
+            pool.add_arena(await environment.run_in_thread(make_arena, 0, config.prealloc_bytes))
+        else:
+            try:
+                await earlier.add_arenas(pool, make_arena, environment.run_in_thread, size_bytes=config.prealloc_bytes)
+            except ValueError as error:
+                raise earlier.unusable(str(error)) from None
         core = make_core(config, pool, environment)
-        movers = await environment.run_in_thread(_make_movers, config, core, addresses, environment, resources)
-        background = [] if taking is None else await taking.take(OneStore(core), resources)
-        reserve_descriptors(len(config.disks) * DESCRIPTORS_OF_A_DISK)
-        return core, movers, await open_disks(config, core, environment, resources), background, None
+        movers = await environment.run_in_thread(self._make_movers, core)
+        if earlier is not None:
+            background = await earlier.take(OneStore(core), self.resources)
+        self.descriptors.reserve(len(config.disks) * DESCRIPTORS_OF_A_DISK)
+        return _Stores(core, movers, await open_disks(config, core, environment, self.resources), background)
 
+    def _make_movers(self, core: StoreCore) -> list[Mover]:
+        config, environment, resources = self.config, self.environment, self.resources
+        others = make_movers_of_others(environment.installed_transports(), config, core, resources)
+        own = make_movers(
+            config,
+            core,
+            environment,
+            resources,
+            pool_bytes=config.max_pool_bytes or config.prealloc_bytes,
+            writable=config.shm_writes != "off",
+            tables=self._tables,
+        )
+        return [*others, *own]
 
-@contextmanager
-def _lost_without_memory(taking: HandoverClient | KeptMemory | None) -> Iterator[None]:
-    """Where the machine has no memory beside what an ended server has left, raise
-    `PoolLost`: without that, there may be enough.
-    """
-    try:
-        yield
-    except OutOfMemory as error:
-        if taking is None or taking.serves:
-            raise
-        raise PoolLost(str(error)) from None
+    @property
+    def _tables(self) -> bool:
+        """Whether clients that map a pool may read known blocks without asking."""
+        return self.addresses.unix_socket is not None and self.environment.tables_are_safe()
+
+    async def _open_tenants(self, policy: TenantPolicy) -> _Stores:
+        from infinistore.server.tenancy import open_groups  # late: most servers have no tenants
+
+        config, environment, resources = self.config, self.environment, self.resources
+        tenancy = await open_groups(
+            config,
+            policy.tenants,
+            _core_limits(config),
+            environment,
+            resources,
+            make_arena=partial(_make_arena, config, environment),
+            tables=self._tables,
+            parts=self.parts,
+            taking=self.earlier,
+        )
+        background = [] if self.earlier is None else await self.earlier.take(tenancy.handed, resources)
+        if config.disks:
+            from infinistore.server.tenant_disks import open_tenant_disks  # late: it needs numpy
+
+            limits = [one.divided(self.parts) for one in policy.tenants.limits]
+            await open_tenant_disks(
+                config, limits, tenancy, environment, resources, reserve_descriptors=self.descriptors.reserve
+            )
+        return _Stores(tenancy.whole, tenancy.movers, tenancy.disks, background, tenancy)
 
 
 async def open_disks(
@@ -310,7 +350,7 @@ async def open_disks(
 
 def make_core(config: ServerConfig, pool: Pool, environment: Environment) -> StoreCore:
     """Make the store of a server."""
-    journal = _make_journal(config) if config.disks else None
+    journal = make_journal(config) if config.disks else None
     return environment.make_store(
         pool,
         clock=environment.clock,
@@ -327,66 +367,6 @@ def _core_limits(config: ServerConfig) -> CoreLimits:
         max_batch_keys=config.max_batch_keys,
         max_protected_ratio=config.max_protected_ratio,
     )
-
-
-def _make_movers(
-    config: ServerConfig, core: StoreCore, addresses: ServerAddresses, environment: Environment, resources: ExitStack
-) -> list[Mover]:
-    others = make_movers_of_others(environment.installed_transports(), config, core, resources)
-    own = make_movers(
-        config,
-        core,
-        environment,
-        resources,
-        pool_bytes=config.max_pool_bytes or config.prealloc_bytes,
-        writable=config.shm_writes != "off",
-        tables=addresses.unix_socket is not None and environment.tables_are_safe(),
-    )
-    return [*others, *own]
-
-
-async def _fill_pool(
-    config: ServerConfig, pool: Pool, environment: Environment, taking: HandoverClient | KeptMemory | None
-) -> None:
-    make = partial(_make_arena, config, environment)
-    if taking is None:
-        pool.add_arena(await environment.run_in_thread(make, 0, config.prealloc_bytes))
-    else:
-        await taking.add_arenas(pool, make, environment.run_in_thread, size_bytes=config.prealloc_bytes)
-
-
-async def _open_tenancy(
-    config: ServerConfig,
-    policy: TenantPolicy,
-    addresses: ServerAddresses,
-    environment: Environment,
-    resources: ExitStack,
-    *,
-    parts: int,
-    taking: HandoverClient | KeptMemory | None,
-) -> "tuple[Tenancy, list[str]]":
-    from infinistore.server.tenancy import open_groups  # late: most servers have no tenants
-
-    return await open_groups(
-        config,
-        policy.tenants,
-        _core_limits(config),
-        environment,
-        resources,
-        make_arena=partial(_make_arena, config, environment),
-        tables=addresses.unix_socket is not None and environment.tables_are_safe(),
-        parts=parts,
-        taking=taking,
-    )
-
-
-def _journal_of(config: ServerConfig, limits: TenantLimits) -> Journal | None:
-    """Return the journal of a tenant; None if it has no disks."""
-    return _make_journal(config) if config.disks and limits.disk_max_bytes is not None else None
-
-
-def _make_journal(config: ServerConfig) -> Journal:
-    return Journal(reads=config.disk_admission == "second-use")
 
 
 def _make_arena(config: ServerConfig, environment: Environment, index: int, length: int) -> Arena:

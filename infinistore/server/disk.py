@@ -20,6 +20,7 @@ import trio
 
 from infinistore.access.identity import DEFAULT_TENANT
 from infinistore.config import ServerConfig
+from infinistore.core.journal import Journal
 from infinistore.core.store import StoreCore
 from infinistore.disk.settings import Admission, TierSettings
 from infinistore.disk.tiers import Steps, Tiers
@@ -67,6 +68,11 @@ async def settle(steps: Steps[_T]) -> _T:
             await trio.lowlevel.checkpoint()
         else:
             await settled(wait)
+
+
+def make_journal(config: ServerConfig) -> Journal:
+    """Return the journal of a store that has disks."""
+    return Journal(reads=config.disk_admission == "second-use")
 
 
 class DiskService:

@@ -22,9 +22,13 @@ from infinistore.access.identity import Identity, Proof
 from infinistore.access.tenants import Tenants as NamedTenants
 from infinistore.allocators import create_allocator
 from infinistore.config import SMALLEST_POOL_BYTES, ServerConfig
+from infinistore.core import hand_over
 from infinistore.core.arena import Arena
+from infinistore.core.hand_over import Adopted
+from infinistore.core.journal import Journal
 from infinistore.core.limits import CoreLimits
 from infinistore.core.pool import Pool
+from infinistore.core.pool_state import GroupLayout, GroupStates, TenantState, encode_groups
 from infinistore.core.removals import SLICE_KEYS
 from infinistore.core.space import EvictionCause
 from infinistore.core.store import StoreCore
@@ -35,12 +39,12 @@ from infinistore.errors import ConfigError
 from infinistore.host import free_huge_pages
 from infinistore.protocol.messages import Tree
 from infinistore.server.budgets import Departures, Rates
-from infinistore.server.disk import ServerDisks
+from infinistore.server.disk import ServerDisks, make_journal
 from infinistore.server.environment import Environment
 from infinistore.server.movers.base import Mover
 from infinistore.server.movers.composed import make_movers
 from infinistore.server.session.session import ServerContext
-from infinistore.server.take_over.memory import Adopting, ServerMemory
+from infinistore.server.take_over.memory import Adopting, Ended, ServerMemory, StandIn, Taken, watched_of
 from infinistore.sizes import in_units
 from infinistore.statistics import DiskTierStatistics, StoreStatistics, TenantStatistics, merged
 from infinistore.tenant_limits import DEFAULT_GROUP, TenantLimits, why_no_places
@@ -292,7 +296,7 @@ class Tenancy:
     """
 
     handed: ServerMemory
-    """All of them, as one process hands them to another. Whoever makes this sets it."""
+    """All of them, as one process hands them to another."""
 
     def __init__(
         self, groups: Mapping[str, TrustGroup], *, clock: Callable[[], float] = trio.current_time, parts: int = 1
@@ -446,6 +450,100 @@ class Tenancy:
         return dict(self._groups)
 
 
+class HandedGroups:
+    """The groups of `tenancy`, as one process hands them to another; see
+    `ServerMemory`. Those in `kept` have the memory of the earlier server.
+    """
+
+    def __init__(self, tenancy: Tenancy, kept: Sequence[str], config: ServerConfig) -> None:
+        self._tenancy = tenancy
+        self._groups = tenancy.groups()
+        self._kept = kept
+        self._config = config
+        self._to_verify: list[TenantStore] = []
+
+    def __len__(self) -> int:
+        return len(self._tenancy.whole)
+
+    @property
+    def arenas(self) -> Sequence[Arena]:
+        """Those of one group after the other."""
+        return [arena for group in self._groups.values() for arena in group.tenants.pool.arenas]
+
+    def describe(self) -> list[bytes]:
+        """What each group has, and who may have mapped it."""
+        return encode_groups(GroupStates(self._layouts(), []))
+
+    def export(self, instance: str, ended: Sequence[Ended]) -> tuple[list[Ended], list[bytes]]:
+        """See `ServerMemory`."""
+        left = {one.client: one for one in ended if one.client is not None}
+        watched: list[Ended] = []
+        tenants: list[TenantState] = []
+        for name, group in self._groups.items():
+            for tenant, store in group.tenants.all_stores().items():
+                mine = [left.pop(client) for client in list(left) if client in store.clients]
+                of_tenant, pins = watched_of(store, mine)
+                watched += of_tenant
+                tenants.append(TenantState(name, tenant, hand_over.export(store, instance, pins)))
+        quiet = [one for one in ended if one.client is None or one.client in left]
+        states = GroupStates(self._layouts(), tenants, len(quiet))
+        return [*watched, *quiet], encode_groups(states)
+
+    def adopt(self, state: GroupStates) -> Taken:
+        """See `ServerMemory`."""
+        adopted: dict[tuple[str, str], Adopted] = {}
+        for name in self._kept:
+            states = {one.tenant: one.state for one in state.tenants if one.group == name}
+            found = self._groups[name].tenants.adopt(states, self._make_journal)
+            adopted |= {(name, tenant): one for tenant, one in found.items()}
+        streams: list[list[StandIn]] = []
+        own: list[StandIn] = []
+        for one in state.tenants:
+            of_tenant = adopted.get((one.group, one.tenant))
+            if of_tenant is None:  # nobody uses that memory here
+                streams += [[] for _ in one.state.pins[:-1]]
+                continue
+            store = self._groups[one.group].tenants.all_stores()[one.tenant]
+            self._to_verify.append(store)
+            *clients, of_process = [
+                StandIn(client, store, self._tenancy.look_who_left) for client in of_tenant.stand_ins
+            ]
+            streams += [[client] for client in clients]
+            own.append(of_process)
+        kept = sum(one.kept for one in adopted.values())
+        stand_ins = [*streams, *([] for _ in range(state.quiet)), own]
+        return Taken(kept, sum(len(one.state.keys) for one in state.tenants) - kept, stand_ins)
+
+    def verify_some(self, most_bytes: int) -> bool:
+        """See `ServerMemory`."""
+        while self._to_verify:
+            if hand_over.verify_some(self._to_verify[-1], most_bytes):
+                return True
+            self._to_verify.pop()
+        return False
+
+    @property
+    def checksum_drops(self) -> int:
+        """See `ServerMemory`."""
+        return self._tenancy.whole.statistics().checksum_drops
+
+    def _layouts(self) -> list[GroupLayout]:
+        return [
+            GroupLayout(
+                name,
+                [arena.length for arena in group.tenants.pool.arenas],
+                group.mapped,
+                self._tenancy.writers(name),
+            )
+            for name, group in self._groups.items()
+        ]
+
+    def _make_journal(self, limits: TenantLimits) -> Journal | None:
+        """Return the journal of a tenant; None if it has no disks."""
+        has_disks = self._config.disks and limits.disk_max_bytes is not None
+        return make_journal(self._config) if has_disks else None
+
+
 def _figures(
     limits: TenantLimits, told: StoreStatistics | None, *, connections: int, refused: int, pauses: int
 ) -> TenantStatistics:
@@ -478,10 +576,9 @@ async def open_groups(
     tables: bool,
     parts: int = 1,
     taking: Adopting | None = None,
-) -> tuple[Tenancy, list[str]]:
+) -> Tenancy:
     """Make the groups of a server, which can be one of `parts` shards; `resources`
-    closes them. Return also the names of those that go on with memory of the earlier
-    server.
+    closes them.
 
     `tables` says whether clients that map a pool may read known blocks without asking.
 
@@ -503,9 +600,15 @@ async def open_groups(
         writers: Sequence[str] = ()
         if taking is not None and name in earlier:
             before = earlier[name]
-            why = before.why_not(
-                [one.tenant for one in members], mapped=mapped, writable=config.shm_writes == "on"
-            ) or await taking.add_group(pool, make_arena, environment.run_in_thread, name, size_bytes)
+            why = before.why_not([one.tenant for one in members], mapped=mapped, writable=config.shm_writes == "on")
+            why = why or taking.why_not(before.arenas, size_bytes)
+            if not why:
+                try:
+                    await taking.add_arenas(
+                        pool, make_arena, environment.run_in_thread, size_bytes=size_bytes, group=name
+                    )
+                except ValueError as error:
+                    why = str(error)
             if why:
                 taking.leave(name)
                 _log.warning("the cache of a group starts empty", extra={"group": name, "reason": why})
@@ -535,4 +638,6 @@ async def open_groups(
     if taking is not None:
         for name in earlier.keys() - groups.keys():
             taking.leave(name)
-    return Tenancy(groups, clock=environment.clock, parts=parts), kept
+    tenancy = Tenancy(groups, clock=environment.clock, parts=parts)
+    tenancy.handed = HandedGroups(tenancy, kept, config)
+    return tenancy

@@ -15,12 +15,11 @@ from typing import Final
 import trio
 
 from infinistore.config import ServerConfig
-from infinistore.core.journal import Journal
 from infinistore.disk.tiers import Tiers
 from infinistore.disk_io.folder import TenantFolders
 from infinistore.disk_settings import DESCRIPTORS_OF_A_DISK, DiskPlace
 from infinistore.errors import ConfigError, DeadlineExceeded, DiskFailed, StoreUnavailable
-from infinistore.server.disk import JOBS_END_S, NO_DEADLINE_S, DiskService, ServerDisks, settle
+from infinistore.server.disk import JOBS_END_S, NO_DEADLINE_S, DiskService, ServerDisks, make_journal, settle
 from infinistore.server.environment import Environment
 from infinistore.server.tenancy import Tenancy, check_disks, disk_parts
 from infinistore.tenant_limits import TenantLimits
@@ -125,10 +124,9 @@ class TenantDisks(ServerDisks):
                 raise
             raise ConfigError(f"the disks of tenant {limits.tenant!r} cannot be opened: {error}") from None
         self._resources.callback(disks.runner.close, timeout_s=JOBS_END_S)
-        journal = Journal(reads=self._config.disk_admission == "second-use")
         tenants = self._tenancy.groups()[limits.group].tenants
         # What was taken over from an earlier process has a journal already.
-        store = tenants.add_store(limits, journal) or tenants.all_stores()[limits.tenant]
+        store = tenants.add_store(limits, make_journal(self._config)) or tenants.all_stores()[limits.tenant]
         assert store.journal is not None, "nobody has used the store of a tenant that this server has not had"
         self._groups[limits.tenant] = limits.group
         self.add(DiskService(disks, store, self._config, environment), limits.tenant)

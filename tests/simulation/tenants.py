@@ -194,7 +194,7 @@ class SimulatedTenants:
     ) -> tuple[TenantPolicy, Tenancy]:
         """Make what a server that starts has of them."""
         policy = TenantPolicy(self.table)
-        tenancy, _ = await open_groups(
+        tenancy = await open_groups(
             config, self.table, limits, environment, resources, make_arena=environment.create_arena, tables=False
         )
         self._tenancies[node] = tenancy

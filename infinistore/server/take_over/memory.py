@@ -12,7 +12,7 @@ use stays in quarantine.
 import logging
 import mmap
 import os
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from functools import partial
 from itertools import islice
 from typing import Any, Protocol
@@ -25,25 +25,19 @@ from infinistore.config import ServerConfig
 from infinistore.core import hand_over
 from infinistore.core.arena import Arena, adopt_arena
 from infinistore.core.clients import Client
-from infinistore.core.hand_over import Adopted
-from infinistore.core.journal import Journal
 from infinistore.core.pool import Pool
 from infinistore.core.pool_state import (
     GroupLayout,
     GroupStates,
     PoolState,
-    TenantState,
     decode_groups,
     decode_state,
-    encode_groups,
     encode_state,
     is_of_groups,
 )
 from infinistore.core.store import StoreCore
-from infinistore.core.tenants import Tenants, TenantStore
 from infinistore.host import free_huge_pages
 from infinistore.sizes import in_units
-from infinistore.tenant_limits import TenantLimits
 
 _log = logging.getLogger("infinistore.server")
 
@@ -140,7 +134,7 @@ class OneStore:
         """See `ServerMemory`. `PoolState.pins` has one group for each connection, and
         then that of this process.
         """
-        watched, pins = _watched_of(self._core, ended)
+        watched, pins = watched_of(self._core, ended)
         return watched, encode_state(hand_over.export(self._core, instance, pins))
 
     def adopt(self, state: PoolState) -> Taken:
@@ -158,7 +152,7 @@ class OneStore:
         return self._core.statistics().checksum_drops
 
 
-def _watched_of(core: StoreCore, ended: Sequence[Ended]) -> tuple[list[Ended], list[list[Client]]]:
+def watched_of(core: StoreCore, ended: Sequence[Ended]) -> tuple[list[Ended], list[list[Client]]]:
     """Return those of a store that have to be watched: `ended`, and clients of which
     nobody can tell when they touch the pool no more. And the clients of each of them,
     with those of this process at last."""
@@ -288,23 +282,14 @@ class Adopting:
         run_in_thread: Callable[..., Awaitable[Any]],
         *,
         size_bytes: int,
+        group: str = "",
     ) -> None:
-        """Add the arenas of a server without tenants to a pool, and another one for
-        what is missing of its `size_bytes`. Raises what `unusable` returns.
-        """
-        try:
-            await self._add_arenas(pool, make_arena, run_in_thread, size_bytes, "")
-        except ValueError as error:
-            raise self.unusable(str(error)) from None
+        """Add the arenas of a group to a pool, and another one for what is missing of
+        its `size_bytes`.
 
-    async def _add_arenas(
-        self,
-        pool: Pool,
-        make_arena: Callable[[int, int], Arena],
-        run_in_thread: Callable[..., Awaitable[Any]],
-        size_bytes: int,
-        group: str,
-    ) -> None:
+        Raises:
+            ValueError: one cannot be used. None was added.
+        """
         arenas = self.arenas.pop(group)
         adopted: list[Arena] = []
         threads = os.cpu_count() or 1
@@ -324,25 +309,6 @@ class Adopting:
         missing = size_bytes - sum(arena.length for arena in pool.arenas)
         if missing > 0:
             pool.add_arena(await run_in_thread(make_arena, len(pool.arenas), missing))
-
-    async def add_group(
-        self,
-        pool: Pool,
-        make_arena: Callable[[int, int], Arena],
-        run_in_thread: Callable[..., Awaitable[Any]],
-        group: str,
-        size_bytes: int,
-    ) -> str:
-        """Add the arenas of a group to a pool of `size_bytes`, which has none; return
-        why they cannot be used, and nothing was added, or an empty text."""
-        why = self.why_not([length for _, length in self.arenas[group]], size_bytes)
-        if why:
-            return why
-        try:
-            await self._add_arenas(pool, make_arena, run_in_thread, size_bytes, group)
-        except ValueError as error:
-            return str(error)
-        return ""
 
     def leave(self, group: str) -> None:
         """Do without the memory of a group."""
@@ -444,119 +410,3 @@ async def _verify(whole: ServerMemory) -> None:
         await trio.lowlevel.checkpoint()
     dropped = whole.checksum_drops - before
     _log.info("verified what was taken over", extra={"dropped": dropped})
-
-
-class _Group(Protocol):
-    """A trust group."""
-
-    @property
-    def tenants(self) -> Tenants: ...
-    @property
-    def mapped(self) -> bool: ...
-
-
-class _Groups(Protocol):
-    """The groups of a server."""
-
-    whole: StoreCore
-
-    def groups(self) -> Mapping[str, _Group]:
-        """Return them, by name."""
-
-    def writers(self, group: str) -> list[str] | None:
-        """Return the tenants whose clients may have mapped the pool of a group to
-        write; None: anybody."""
-
-    def look_who_left(self) -> None:
-        """Hear that somebody uses less of what a tenant has."""
-
-
-class HandedGroups:
-    """The groups of `tenancy`; see `ServerMemory`. Those in `kept` have the memory of
-    the earlier server. `make_journal` returns the journal of a tenant that has disks.
-    """
-
-    def __init__(
-        self,
-        tenancy: _Groups,
-        kept: Sequence[str] = (),
-        make_journal: Callable[[TenantLimits], Journal | None] = lambda limits: None,
-    ) -> None:
-        self._tenancy = tenancy
-        self._groups = tenancy.groups()
-        self._kept = kept
-        self._make_journal = make_journal
-        self._to_verify: list[TenantStore] = []
-
-    def __len__(self) -> int:
-        return len(self._tenancy.whole)
-
-    @property
-    def arenas(self) -> Sequence[Arena]:
-        """Those of one group after the other."""
-        return [arena for group in self._groups.values() for arena in group.tenants.pool.arenas]
-
-    def describe(self) -> list[bytes]:
-        """What each group has, and who may have mapped it."""
-        return encode_groups(GroupStates(self._layouts(), []))
-
-    def export(self, instance: str, ended: Sequence[Ended]) -> tuple[list[Ended], list[bytes]]:
-        """See `ServerMemory`."""
-        left = {one.client: one for one in ended if one.client is not None}
-        watched: list[Ended] = []
-        tenants: list[TenantState] = []
-        for name, group in self._groups.items():
-            for tenant, store in group.tenants.all_stores().items():
-                mine = [left.pop(client) for client in list(left) if client in store.clients]
-                of_tenant, pins = _watched_of(store, mine)
-                watched += of_tenant
-                tenants.append(TenantState(name, tenant, hand_over.export(store, instance, pins)))
-        quiet = [one for one in ended if one.client is None or one.client in left]
-        states = GroupStates(self._layouts(), tenants, len(quiet))
-        return [*watched, *quiet], encode_groups(states)
-
-    def adopt(self, state: GroupStates) -> Taken:
-        """See `ServerMemory`."""
-        adopted: dict[tuple[str, str], Adopted] = {}
-        for name in self._kept:
-            states = {one.tenant: one.state for one in state.tenants if one.group == name}
-            found = self._groups[name].tenants.adopt(states, self._make_journal)
-            adopted |= {(name, tenant): one for tenant, one in found.items()}
-        streams: list[list[StandIn]] = []
-        own: list[StandIn] = []
-        for one in state.tenants:
-            of_tenant = adopted.get((one.group, one.tenant))
-            if of_tenant is None:  # nobody uses that memory here
-                streams += [[] for _ in one.state.pins[:-1]]
-                continue
-            store = self._groups[one.group].tenants.all_stores()[one.tenant]
-            self._to_verify.append(store)
-            *clients, of_process = [self._stand_in(client, store) for client in of_tenant.stand_ins]
-            streams += [[client] for client in clients]
-            own.append(of_process)
-        kept = sum(one.kept for one in adopted.values())
-        stand_ins = [*streams, *([] for _ in range(state.quiet)), own]
-        return Taken(kept, sum(len(one.state.keys) for one in state.tenants) - kept, stand_ins)
-
-    def verify_some(self, most_bytes: int) -> bool:
-        """See `ServerMemory`."""
-        while self._to_verify:
-            if hand_over.verify_some(self._to_verify[-1], most_bytes):
-                return True
-            self._to_verify.pop()
-        return False
-
-    @property
-    def checksum_drops(self) -> int:
-        """See `ServerMemory`."""
-        return self._tenancy.whole.statistics().checksum_drops
-
-    def _layouts(self) -> list[GroupLayout]:
-        return [self._layout(name, group) for name, group in self._groups.items()]
-
-    def _layout(self, name: str, group: _Group) -> GroupLayout:
-        arenas = [arena.length for arena in group.tenants.pool.arenas]
-        return GroupLayout(name, arenas, group.mapped, self._tenancy.writers(name))
-
-    def _stand_in(self, client: Client, store: StoreCore) -> StandIn:
-        return StandIn(client, store, self._tenancy.look_who_left)
