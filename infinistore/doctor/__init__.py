@@ -27,9 +27,7 @@ __all__ = [
 
 
 def examine(host: Host, software: Software, wanted: Wanted) -> Iterator[Finding]:
-    """Yield all findings, topic by topic. `wanted` is the requested RDMA port,
-    if any.
-    """
+    """Yield all findings, topic by topic; `wanted` is the requested RDMA port."""
     yield from examine_rdma(host, wanted, software.pyverbs)
     yield from examine_memory(host)
     yield from examine_numa(host)

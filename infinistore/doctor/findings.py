@@ -78,8 +78,7 @@ class Host:
 
     root: Path
     limits: Mapping[str, tuple[int, int]]
-    """Soft and hard limits of this process: memlock, nofile, fsize, as; or UNLIMITED.
-    """
+    """Soft and hard limits: memlock, nofile, fsize, as; or UNLIMITED."""
     try_memfd: Callable[[], str]
     """Creates and seals some shared memory. Returns the error, or an empty string."""
     socket_folder: Path
@@ -109,9 +108,7 @@ class Host:
             return []
 
     def may(self, capability: int) -> bool:
-        """Whether this process has the capability (capabilities(7)) with this
-        number.
-        """
+        """Whether this process has a capability, by number (capabilities(7))."""
         found = re.search(r"^CapEff:\s*([0-9a-f]+)$", self.text("proc/self/status"), re.MULTILINE)
         return found is not None and bool(int(found[1], 16) >> capability & 1)
 

@@ -27,9 +27,7 @@ _PEER_MEMORY_MODULES = ("nvidia_peermem", "nv_peer_mem")
 
 
 def examine_rdma(host: Host, wanted: Wanted, pyverbs: Callable[[], str]) -> Iterator[Finding]:
-    """Yield the findings about RDMA. `pyverbs` returns its version, or raises
-    NoRdma.
-    """
+    """Yield the findings. `pyverbs` returns its version, or raises NoRdma."""
     system = read_system(host.root)
     for device in system.devices:
         yield _device(device, host)

@@ -50,9 +50,7 @@ class Departures:
 
     @contextmanager
     def watched(self, sock: socket.socket | None, on_departure: Callable[[], object]) -> Iterator[None]:
-        """Call `on_departure`, once, if the peer ends its side or is lost. What has no
-        socket is not watched.
-        """
+        """Call `on_departure` once if the peer leaves; without a socket, never."""
         descriptor = -1 if sock is None else sock.fileno()
         if descriptor < 0 or self._epoll.closed:
             yield
@@ -124,9 +122,7 @@ class DescriptorBudget:
         self._limit, self._spare = limit, self._spare + count
 
     def clients(self, each: int) -> int:
-        """Decide how many clients of `each` descriptors there may be, besides what is
-        open now.
-        """
+        """Decide how many clients of `each` descriptors there may be."""
         most = self._places(each)
         self._for_clients = most * each
         return most
@@ -175,8 +171,7 @@ class LogBudget:
         self._buckets: dict[str, _Bucket] = {}
 
     def log(self, level: int, message: str, *, tenant: str = "", **fields: object) -> None:
-        """Write a line that a tenant has caused, or a stranger, or count it as
-        dropped."""
+        """Write a line that a tenant or a stranger caused, or count it as dropped."""
         now = trio.current_time()
         bucket = self._buckets.get(tenant)
         if bucket is None:
@@ -194,8 +189,7 @@ class LogBudget:
 
 
 class TokenBucket:
-    """Tokens that come at `rate` a second, at most one second's worth, and at least one
-    token."""
+    """Tokens that come at `rate` a second; at most one second's worth is kept."""
 
     def __init__(self, rate: float, clock: Callable[[], float]) -> None:
         self._rate = rate
@@ -210,8 +204,7 @@ class TokenBucket:
         self._tokens = min(self._tokens, max(1.0, rate))
 
     def take(self, count: float) -> float:
-        """Take tokens, also such as are not there yet; return in how many seconds they
-        will all have come."""
+        """Take tokens, even in advance; return in how many seconds they have come."""
         self._refill()
         self._tokens -= count
         return max(0.0, -self._tokens / self._rate)
@@ -243,8 +236,7 @@ class Rates:
         return self._requests is None and self._bytes is None and not self.pauses
 
     def set_limits(self, limits: TenantLimits) -> None:
-        """Use other limits from now on. Connections that pause wait for what is owed by
-        these."""
+        """Use other limits from now on, also for connections that pause."""
         self._changed_limits.set()
         self._changed_limits = trio.Event()
         self._requests = self._changed(self._requests, limits.requests_per_s)
@@ -257,8 +249,7 @@ class Rates:
         return max((bucket.take(0) for bucket in (self._requests, self._bytes) if bucket is not None), default=0.0)
 
     def take(self, payload_bytes: int) -> float:
-        """Count a request that has moved so many bytes; return for how many seconds its
-        connection is to read nothing."""
+        """Count a request; return for how many seconds its connection has to pause."""
         wait_s = 0.0 if self._requests is None else self._requests.take(1)
         return wait_s if self._bytes is None else max(wait_s, self._bytes.take(payload_bytes))
 
@@ -268,8 +259,7 @@ class Rates:
         return await self._pause(self.wait_s(), sock)
 
     async def rest(self, payload_bytes: int, sock: socket.socket | None) -> bool:
-        """Count a request that has moved so many bytes, and make its connection wait,
-        as `rest_first` does."""
+        """Count a request, and make its connection wait, as `rest_first` does."""
         return await self._pause(self.take(payload_bytes), sock)
 
     async def _pause(self, pause_s: float, sock: socket.socket | None) -> bool:
@@ -301,9 +291,7 @@ _LEAST_BYTES_PER_S: Final = 64 * 1024
 
 @attrs.define(eq=False)
 class BodyGrant:
-    """The memory for one body, until `BodyBudget.release`. `end` is called once if the
-    server gives the body up.
-    """
+    """The memory for one body. `end` is called once if the server gives the body up."""
 
     body: LongBody
     end: Callable[[], None]

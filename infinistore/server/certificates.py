@@ -56,9 +56,7 @@ class Certificates:
         return TlsStream(stream, TlsSession(self._management, "the client"))
 
     def connect_to_self(self, stream: Stream) -> TlsStream:
-        """Return a client's end over a connection to this server, which has no
-        certificate and verifies nothing.
-        """
+        """Return a client's end over a connection to this server, unverified."""
         context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)  # without the system's authorities, which take a while
         context.check_hostname = False
         context.verify_mode = ssl.CERT_NONE

@@ -75,8 +75,7 @@ class _PeerToken:
         self.token = self._read()
 
     async def reload_and_log(self) -> str:
-        """Read the file again, and log what came of it; return the problem, if there is
-        one."""
+        """Read the file again, and log the outcome; return the problem, if any."""
         try:
             self.token = self._read()
         except ConfigError as error:
@@ -394,9 +393,7 @@ async def _put_next(core: StoreCore, client: Client, others: OtherNodes, keys: S
 
 
 def _by_time_left(core: StoreCore, items: Mapping[str, memoryview]) -> list[tuple[float | None, dict[str, memoryview]]]:
-    """Return blocks by how many seconds they have left, None: they do not end. Those
-    that are gone are left out.
-    """
+    """Return blocks by the seconds they have left (None: for good), if any."""
     parts: dict[float | None, dict[str, memoryview]] = {}
     for (key, view), left_s in zip(items.items(), core.retention.times_left(list(items)), strict=True):
         if left_s != 0:
@@ -405,9 +402,7 @@ def _by_time_left(core: StoreCore, items: Mapping[str, memoryview]) -> list[tupl
 
 
 def _sound(core: StoreCore, keys: Sequence[str], lease: Lease) -> dict[str, memoryview]:
-    """Return the blocks of a lease. One that is damaged must not get a checksum that
-    fits: it is dropped.
-    """
+    """Return the sound blocks of a lease; drop those that are damaged."""
     found: dict[str, memoryview] = {}
     for key, view, checksum in zip(keys, lease.views, lease.checksums, strict=True):
         if view is None:
@@ -636,9 +631,7 @@ class ClusterService:
         return lambda: peer_token.token
 
     async def run(self, serve: Callable[[], Awaitable[None]]) -> KeptError | None:
-        """Run the server in its cluster until it has served. Returns the error that
-        ended it, if one did.
-        """
+        """Run the server in its cluster; return the error that ended it, if any."""
         refused: KeptError | None = None
         async with trio.open_nursery() as nursery:
             if isinstance(self._membership, RunningMembership):

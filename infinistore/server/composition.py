@@ -226,9 +226,7 @@ async def _find_earlier(config: ServerConfig, token: str, manager: ServiceManage
 
 @attrs.frozen
 class _Stores:
-    """The store of a server with its movers and its disks, what runs beside it, and its
-    tenants.
-    """
+    """The store of a server, its movers, disks, background tasks and tenants."""
 
     core: StoreCore
     movers: Sequence[Mover]
@@ -413,9 +411,7 @@ def compose_server(
     background: Sequence[_Background] = (),
     tenancy: "Tenancy | None" = None,
 ) -> Server:
-    """Put a server together, from a store, its movers and its addresses. `shards` are
-    those that it is one of.
-    """
+    """Put a server together from its parts. `shards` are those that it is one of."""
     growth = _make_growth(config, core, environment, movers)
     hello = HelloReply(
         instance=f"{environment.random.getrandbits(128):032x}",

@@ -120,9 +120,7 @@ class Traffic:
 
 
 class Conversation:
-    """One connection of a client: its stream, its protocol state, and the client in the
-    core.
-    """
+    """One connection: its stream, its protocol state, and the client in the core."""
 
     def __init__(
         self,
@@ -137,9 +135,7 @@ class Conversation:
         identity: Identity = DEFAULT_IDENTITY,
     ) -> None:
         self.transport = transport
-        """What the payload travels over, as statistics show it. A mover that takes over
-        sets it.
-        """
+        """What the payload travels over. A mover that takes over sets it."""
         self.stream = stream
         self.tiers = tiers
         """The store, with its disks."""
@@ -220,8 +216,7 @@ class Conversation:
         return self.send_reply(self.connection.begin_reply(reply))
 
     async def send_reply(self, views: Sequence[memoryview], within_s: float = 0.0) -> None:
-        """Send a reply that has begun, or what is left of it; without a time, as one
-        without payload."""
+        """Send the rest of a reply; by default in the time of one without payload."""
         try:
             await self.stream.send_all(views, within_s or self._reply_within_s)
         except TimeoutError:
@@ -283,9 +278,7 @@ async def linger_if_unread(stream: Stream, sock: socket.socket | None, *, read_a
 
 
 async def linger(stream: Stream) -> None:
-    """Send nothing more, and wait for a moment until the client has read what was
-    sent.
-    """
+    """Send nothing more, and wait for a moment until the client has read all."""
     with trio.move_on_after(LINGER_S), suppress(StoreUnavailable):
         await stream.send_eof()
         buffer = [memoryview(bytearray(_LINGER_BYTES))]
@@ -320,9 +313,7 @@ class ClientTables:
         self._withdrawn = False
 
     def watch(self, core: StoreCore, client: Client, hear: Callable[[Message], object]) -> None:
-        """Have the core respect the client's hazards from now on, and tell `hear` what
-        the client used.
-        """
+        """Have the core respect the client's hazards, and tell `hear` of its use."""
         self._hear = hear
         core.accept_hazards(client, self._look, self._news)
 
@@ -351,9 +342,7 @@ class ClientTables:
         return self.hazards.look()
 
     def _news(self) -> int:
-        """About how many hazards `_look` would have to look at, a touch log counted as
-        if it were some.
-        """
+        """About how many hazards `_look` would look at; a touch log counts as some."""
         logged_bytes = 0 if self._hear is None else self._log.waiting_bytes
         return self.hazards.news + logged_bytes // _HAZARD_LIKE_BYTES
 
@@ -362,9 +351,7 @@ class ClientTables:
         return None if self._withdrawn else self.commit_word.checksums_of(reservation, blocks)
 
     def share(self) -> int:
-        """Return the descriptor of the tables, for the client to map and write. The
-        tables close it.
-        """
+        """Return the descriptor of the tables, which they close, for the client."""
         return self.arena.share(writable=True)
 
     def end(self) -> None:
@@ -381,16 +368,12 @@ class ClientTables:
 
 
 MOST_OPEN = 1024
-"""How many reservations, and how many leases, one connection may have open: an empty
-one takes no room in the pool.
-"""
+"""How many reservations, and how many leases, one connection may have open."""
 _LENGTH = itemgetter(2)
 
 
 class Holdings:
-    """The reservations, leases and tables of one connection, and the requests that name
-    them by number.
-    """
+    """The reservations, leases and tables of one connection, by number."""
 
     def __init__(self, conversation: Conversation) -> None:
         self._conversation = conversation
@@ -455,9 +438,7 @@ class Holdings:
         self._filled_bytes[number] = self._filled_bytes.get(number, 0) + count
 
     def filled_bytes(self, number: int) -> int:
-        """How many bytes of a reservation the server has written, from the first one
-        on.
-        """
+        """How many bytes of a reservation the server has written, from the first."""
         return self._filled_bytes.get(number, 0)
 
     def check_filled(self, number: int) -> None:
@@ -566,9 +547,7 @@ class Holdings:
         return self._tables
 
     def add_tables(self, tables: ClientTables) -> None:
-        """Respect the client's hazards, and hear what it used, from now on. They are
-        closed with the connection.
-        """
+        """Respect the client's hazards and touches until the connection closes."""
         self._tables = tables
         tables.watch(self._core, self._conversation.client, self.note_use)
 
@@ -578,9 +557,7 @@ class Holdings:
         self._conversation.traffic.sent_bytes += self._core.note_use(touch.keys, read=touch.read)
 
     def listen(self) -> None:
-        """Hear what the client did since its last request: it may have used blocks that
-        nobody else has seen yet.
-        """
+        """Hear of blocks that the client has used since its last request."""
         if self._tables is not None:
             self._core.commit_written()
             self._tables.listen()
@@ -607,9 +584,7 @@ class Holdings:
             self._tables.withdraw()
 
     def quarantine(self) -> None:
-        """Give no room that the client holds to anybody else, because the client may
-        still touch it.
-        """
+        """Keep the client's room from others: the client may still touch it."""
         self._core.quarantine(self._conversation.client)
 
     def give_back(self) -> None:

@@ -35,8 +35,7 @@ if TYPE_CHECKING:
 _log = logging.getLogger("infinistore.server")
 _T = TypeVar("_T")
 _REPLY_SHARE = 0.1
-"""The part of a caller's time that is left for the reply, so that a miss arrives before
-the caller gives up."""
+"""The part of a caller's time that is kept for the reply, so that a miss is in time."""
 NO_DEADLINE_S: Final = 24 * 3600.0
 JOBS_END_S: Final = 5.0
 """How long jobs of disks that were begun are waited for at the end."""
@@ -57,8 +56,7 @@ async def settled(wait: Wait) -> None:
 
 
 async def settle(steps: Steps[_T]) -> _T:
-    """Go through the steps of a request, wait where they wait, and return its
-    result."""
+    """Run the steps of a request, waiting where they wait; return its result."""
     while True:
         try:
             wait = next(steps)
@@ -121,8 +119,7 @@ class DiskService:
         self._work.set()
 
     async def finish(self, within_s: float) -> bool:
-        """Write what is queued and the marks of a clean end, while `run` runs; return
-        whether that was done within the time."""
+        """Write all that is queued while `run` runs; return whether that was done."""
         wait = self.tiers.close(within_s)
         await settled(wait)
         return not wait.unmet
@@ -158,8 +155,7 @@ class ServerDisks:
 
     def __init__(self, whole: Tiers) -> None:
         self.closed = False
-        """Whether there were disks, and they are closed: the server cannot go on, which
-        would forget what they have."""
+        """Whether there were disks, and are closed: the server cannot go on."""
         self.whole = whole
         """The store of the server."""
         self.on_end: Callable[[], object] = _nothing

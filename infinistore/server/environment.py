@@ -46,9 +46,7 @@ async def _no_shards(addresses: ServerAddresses) -> Sequence[Shard]:
 
 @attrs.frozen
 class Environment:
-    """The functions by which a server reaches the network, memory, time, chance and
-    threads.
-    """
+    """How a server reaches the network, memory, time, chance and threads."""
 
     open_listeners: Callable[[ServerConfig, ExitStack], Listeners] = open_listeners
     service_manager: ServiceManager = attrs.field(factory=ServiceManager)
@@ -62,9 +60,7 @@ class Environment:
     available_memory: Callable[[], MemoryLimit] = available_memory
     tables_are_safe: Callable[[], bool] = tables_are_safe_here
     body_budget_bytes: int = BODY_BUDGET_BYTES
-    """The memory for long bodies of requests while they arrive, of all connections
-    together.
-    """
+    """The memory for long bodies while they arrive, of all connections together."""
     make_body_budget: Callable[[int], BodyBudget] = BodyBudget
     make_store: Callable[..., StoreCore] = StoreCore
     make_tenant_store: Callable[..., TenantStore] = TenantStore
@@ -72,9 +68,7 @@ class Environment:
     open_disks: "Callable[[Sequence[DiskPlace], Random], StoreDisks]" = _open_disks
     """Opens the disks of a configuration that names some. Blocking."""
     random: Random = attrs.field(factory=SystemRandom)
-    """What draws the ids of the server and of holds. Nobody must be able to foresee
-    them.
-    """
+    """Draws the ids of the server and of holds, which nobody must foresee."""
     clock: Callable[[], float] = trio.current_time
     """What the store tells time by, in seconds. Deadlines of requests are Trio's."""
     stopwatch: Callable[[], float] = time.perf_counter
@@ -84,8 +78,6 @@ class Environment:
     read_ahead_bytes: int = READ_AHEAD_BYTES
     """How many bytes of a connection are read before they are asked for, at most."""
     cluster: "ClusterEnvironment | None" = None
-    """What a node of a cluster reaches etcd and other nodes with; None for the system's
-    sockets.
-    """
+    """How a node of a cluster reaches etcd and other nodes; None for plain sockets."""
     client: "ClientEnvironment | None" = None
     """What it passes blocks to other nodes with."""

@@ -113,9 +113,7 @@ def _who_may_open(path: Path, listener: socket.socket, access: Access) -> UnixAc
 
 
 def _check_reach(config: ServerConfig, given: Sequence[socket.socket]) -> None:
-    """What holds for --host holds for a given socket: beyond loopback it needs a
-    token.
-    """
+    """Check that a given socket beyond loopback has a token, as --host does."""
     if config.token_file is not None or config.tenants is not None or config.insecure:
         return
     for host, port in (sock.getsockname()[:2] for sock in given):

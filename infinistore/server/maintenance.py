@@ -24,9 +24,7 @@ _log = logging.getLogger("infinistore.server")
 
 
 async def evict_periodically(core: StoreCore, interval_s: float, low: float, high: float) -> None:
-    """Every `interval_s`, let holds expire and evict down to `low` if more than `high`
-    is used. Never returns.
-    """
+    """Every `interval_s`, expire holds, and evict from `high` to `low`, for ever."""
     while True:
         await trio.sleep(interval_s)
         core.expire_holds()

@@ -30,9 +30,7 @@ class _Tally:
 
 
 def outcome_of(error: Exception) -> str:
-    """Return the outcome of a request that ended in this error, as its client
-    sees it.
-    """
+    """Return the outcome of a request that ended in this error."""
     return type(error if isinstance(error, InfiniStoreException) else InfiniStoreException()).__name__
 
 
@@ -44,9 +42,7 @@ class Recorder:
         self._tallies: dict[tuple[type[Message], str, str], _Tally] = {}
 
     def record(self, kind: type[Message], transport: str, outcome: str, payload_bytes: int, elapsed_s: float) -> None:
-        """Count one request that took `elapsed_s` and moved, or was to move,
-        `payload_bytes`.
-        """
+        """Count a request that took `elapsed_s` and meant to move `payload_bytes`."""
         tally = self._tallies.get((kind, transport, outcome))
         if tally is None:
             tally = self._tallies[kind, transport, outcome] = _Tally()

@@ -67,9 +67,7 @@ class Reloads:
         return not self._all
 
     async def run(self) -> list[str]:
-        """Read everything again, and return the problems. One that fails does not keep
-        the others from it.
-        """
+        """Read everything again, whatever fails, and return the problems."""
         if not self._all:
             _log.info("there is nothing to read again")
         return [problem for reload in list(self._all) if (problem := await reload())]
@@ -159,9 +157,7 @@ class AuditLog(Audit):
         return self._path is not None or bool(AUDIT_LOGGER.handlers)
 
     async def reopen(self) -> str:
-        """Open the file again: it may have been renamed. Return the problem, if there
-        is one; then the open file stays.
-        """
+        """Open a renamed file again, or keep the open one; return the problem."""
         if self._path is None or self._file is None:
             return ""
         try:
@@ -240,8 +236,7 @@ class _File:
         self.descriptor = descriptor
         self.torn = torn
         self.writer = trio.CapacityLimiter(1)
-        """The one thread that writes. One that hangs takes none from others, and keeps
-        no other file from being written."""
+        """The one thread that writes: one that hangs holds up no other file."""
 
     def write_all(self, descriptor: int, lines: deque[bytes]) -> None:
         """Write lines, and take each from the deque that was written whole. Closes
@@ -296,9 +291,7 @@ def is_private(stream: Stream) -> bool:
 
 
 def origin_of(stream: Stream) -> str:
-    """Return where a connection comes from: an address, or a user and a process of this
-    machine.
-    """
+    """Return the address of a connection, or its user and process on this machine."""
     user = _user_of(stream)
     if user is not None:
         return f"uid {user[0]}, pid {user[1]}"
@@ -416,9 +409,7 @@ class TenantsReload:
         load: "Callable[[ServerConfig], Tenants]" = _load_tenants,
         run_in_thread: Callable[..., Awaitable[Any]] | None = None,
     ) -> None:
-        """`load` reads the file, which `run_in_thread` runs: by default a thread of
-        Trio's.
-        """
+        """`load` reads the file in `run_in_thread`, by default a thread of Trio's."""
         self._config = config
         self._policy = policy
         self._server = server

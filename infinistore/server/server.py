@@ -136,8 +136,7 @@ class Server:
             background.cancel_scope.cancel()
 
     async def _serve_until_replaced(self, listeners: Sequence[socket.socket], nursery: trio.Nursery) -> bool:
-        """Accept connections until the server is to drain, or another process has taken
-        its place; return whether one has."""
+        """Accept until a drain or a take-over; return whether it was the latter."""
         giving = self.context.giving
         while True:
             async with trio.open_nursery() as accepting:
@@ -228,9 +227,7 @@ class Server:
         return purged
 
     def drain(self) -> None:
-        """Accept no more connections, let requests under way finish within the drain
-        timeout, and stop.
-        """
+        """Stop once requests under way have finished, within the drain timeout."""
         if not self.draining:
             self.policy.audit.note("drain")
         self._drain.set()

@@ -132,9 +132,7 @@ def _estimate(prefix: str, tally: _Tally, sampled: int, known: int) -> PrefixSta
 
 
 async def _shorten(tallies: defaultdict[str, _Tally]) -> None:
-    """Cut prefixes at the separator before the last, those with the most separators
-    first, until few are left.
-    """
+    """Cut prefixes at the separator before the last, the deepest first."""
     by_depth: defaultdict[int, set[str]] = defaultdict(set)
     for some in _in_slices(list(tallies)):
         for prefix in some:
@@ -157,9 +155,7 @@ def _in_slices(items: Sequence[_T]) -> Iterator[Sequence[_T]]:
 
 
 class Telemetry:
-    """Reads the figures of one server where they are counted. It counts only accepted
-    connections.
-    """
+    """Reads the figures of one server where they are counted."""
 
     def __init__(
         self,
@@ -183,8 +179,7 @@ class Telemetry:
         self.cluster: Callable[[], MembershipStatistics] | None = None
         """Returns its view of its cluster; None without one."""
         self.tenants: Callable[[Counter[str], Counter[str]], Awaitable[list[TenantStatistics]]] | None = None
-        """Returns the figures of each tenant, if the server has tenants: see
-        `Tenancy.statistics`."""
+        """Returns the figures of each tenant; see `Tenancy.statistics`."""
         self.draining = False
         """Whether the server accepts no more connections."""
         self.connections_total = 0

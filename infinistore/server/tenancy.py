@@ -135,8 +135,7 @@ def _by_group(limits: Iterable[TenantLimits], groups: Iterable[str]) -> dict[str
 
 
 def _is_for_one(config: ServerConfig, tenants: NamedTenants, group: str) -> bool:
-    """Whether a group's clients may write to its pool because it has one tenant now,
-    and so may have no other later."""
+    """Whether a group has one tenant now, and its pool is writable for that one."""
     members = sum(one.group == group for one in tenants.limits)
     return group in tenants.groups and config.shm_writes == "auto" and members <= 1
 
@@ -226,8 +225,7 @@ class WholeStore(StoreCore):
         return list(chain.from_iterable(group.used_stores().values() for group in self._groups))
 
     def catch_up(self) -> None:
-        """Commit what clients have written, and pin what they read, without a
-        request."""
+        """Take in what clients have written and pinned without a request."""
         for store in self._stores():
             store.catch_up()
 
@@ -305,8 +303,7 @@ class Tenancy:
         self._parts = parts
         self.whole: StoreCore = WholeStore([group.tenants for group in groups.values()], clock=clock)
         self.figures: Callable[[str, StoreCore, bool, DiskTierStatistics | None], Awaitable[Tree]] | None = None
-        """Returns the statistics of a tenant and its store, without or with
-        details, and of its disks."""
+        """Returns the statistics of a tenant: its store and its disks."""
         self.disks = ServerDisks(Tiers(self.whole))
         """The disks of tenants."""
         self._contexts: dict[str, ServerContext] = {}
@@ -351,8 +348,7 @@ class Tenancy:
         return next(iter(self._groups.values())).movers
 
     def context(self, shared: ServerContext, identity: Identity) -> ServerContext:
-        """Return what the sessions of a tenant share; `shared` is what all sessions
-        do."""
+        """Return what a tenant's sessions share, beside what all share."""
         if identity.proof is Proof.SUCCESSOR:
             return shared
         limits = identity.limits.divided(self._parts)
@@ -415,8 +411,7 @@ class Tenancy:
         self._left.set()
 
     def writers(self, group: str) -> list[str] | None:
-        """Return the tenants whose clients may have mapped the pool of a group to
-        write; None: anybody."""
+        """Return who may have mapped a group's pool to write; None: anybody."""
         found = self._groups[group]
         return self._only.tenants(group) if found.for_one else None if found.writable else []
 
@@ -431,8 +426,7 @@ class Tenancy:
                 del self._rates[identity.tenant]
 
     async def run(self) -> None:
-        """Remove the blocks of tenants that have left, and hear of clients that leave,
-        until cancelled."""
+        """Remove the blocks of tenants that have left, until cancelled."""
         async with trio.open_nursery() as nursery:
             nursery.start_soon(self._departures.run)
             nursery.start_soon(self._remove_those_that_left)

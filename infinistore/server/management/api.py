@@ -276,9 +276,7 @@ def reloaded(problems: Sequence[str]) -> Response:
 
 
 async def _given(request: Request) -> dict[str, Any]:
-    """Return the parameters of a request, from its query and its body. The body
-    wins.
-    """
+    """Return the parameters of a request, from its query and its body, which wins."""
     given: dict[str, Any] = {}
     for name, written in request.query_params.multi_items():
         try:

@@ -90,9 +90,7 @@ async def serve_http(
     limits: HttpLimits | None = None,
     secure: Callable[[Stream], Stream] | None = None,
 ) -> None:
-    """Serve the application on these listeners until cancelled; `secure` puts TLS over
-    each stream.
-    """
+    """Serve the application until cancelled; `secure` puts TLS over each stream."""
     slots = ConnectionSlots(limits or HttpLimits())
     log_budget = slots.log_budget
     async with trio.open_nursery() as connections:
@@ -115,9 +113,7 @@ async def serve_http(
 
 
 class ConnectionSlots:
-    """The connections that are open, and the requests that are being answered, against
-    their limits.
-    """
+    """The open connections and the requests being answered, against their limits."""
 
     def __init__(self, limits: HttpLimits) -> None:
         self.limits = limits
@@ -146,9 +142,7 @@ class ConnectionSlots:
 
     @contextmanager
     def answering(self, scope: trio.CancelScope, path: str) -> Iterator[None]:
-        """Within the block, a connection does not wait for its client, so it is not
-        closed for another.
-        """
+        """Keep a connection from being closed for another within the block."""
         probes = path in self.limits.probes
         if not probes and self._answering >= self.limits.requests:
             raise _RefusedRequest(503, f"{self.limits.requests} requests are being answered; ask again in a moment")
@@ -220,9 +214,7 @@ class _Connection:
             await self._refuse(error.error_status_hint, str(error))
 
     async def _serve_one(self) -> bool:
-        """Answer the next request. Return False if there is none, or if none may
-        follow.
-        """
+        """Answer the next request; False if there is none, or none may follow."""
         event: Any = None
         with trio.move_on_after(self._limits.head_s):
             event = await self._next_event()

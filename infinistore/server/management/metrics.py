@@ -36,9 +36,7 @@ MOST_TENANTS = 256
 
 
 class Snapshot(NamedTuple):
-    """The values for one scrape. `state` is that of
-    `infinistore.statistics.ServerDetails`.
-    """
+    """The values for one scrape; `state` is that of `ServerDetails`."""
 
     server: ServerStatistics
     store: StoreStatistics
@@ -50,9 +48,7 @@ class Snapshot(NamedTuple):
 
 
 _Samples: TypeAlias = Iterable[tuple[tuple[str, ...], Any]]
-"""The values of the labels, in order, and the value: a number, or an
-`OperationStatistics` for a histogram.
-"""
+"""The values of the labels, and a number, or `OperationStatistics` for a histogram."""
 
 
 @attrs.frozen
@@ -129,9 +125,7 @@ _Records: TypeAlias = Callable[[Snapshot], Iterable[tuple[tuple[str, ...], Any]]
 
 
 def _declared(cls: type[attrs.AttrsInstance], labels: tuple[str, ...], records: _Records) -> Iterator[Described]:
-    """Yield the metrics that the fields of a record declare, and those of the records
-    in it.
-    """
+    """Yield the metrics of the fields of a record, and of the records in it."""
     for field in attrs.fields(cls):
         metric = metric_of(field)
         values = _values(records, field.name)

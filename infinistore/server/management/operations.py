@@ -167,8 +167,7 @@ class Operation:
     """One sentence."""
     handler: Handler
     answers: dict[int, Schema | str]
-    """By status: the schema of the JSON answer, or the media type of any other
-    answer."""
+    """By status: the JSON schema of the answer, or its media type."""
     role: Role = Role.MONITOR
     """The role that it needs."""
     parameters: dict[str, Schema] = attrs.field(factory=dict)
@@ -218,9 +217,7 @@ def schema_of(kind: Any, components: dict[str, Schema]) -> Schema:
 
 
 def document(operations: Sequence[Operation], components: dict[str, Schema], *, wants_token: bool) -> Schema:
-    """Return the OpenAPI document. `components` are the schemas that the operations
-    refer to.
-    """
+    """Return the OpenAPI document; the operations refer to `components`."""
     paths: dict[str, Schema] = {}
     for operation in operations:
         paths.setdefault(operation.path, {})[operation.method.lower()] = _operation(operation, wants_token)
@@ -300,9 +297,7 @@ def exactly(**properties: Schema) -> Schema:
 def application_of(
     api: object, operations: Sequence[Operation], components: dict[str, Schema], access: Access
 ) -> Application:
-    """Return the ASGI application of an API with these operations. `components` are the
-    schemas that they refer to.
-    """
+    """Return the ASGI application of an API; `operations` refer to `components`."""
     routes = [
         Route(operation.path, partial(_answer, api, operation, access), methods=[operation.method])
         for operation in operations

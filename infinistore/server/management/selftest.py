@@ -150,9 +150,7 @@ class _Connection:
         await self._ask(Exists(Keys([SELFTEST_PREFIX + secrets.token_hex(16)])))
 
     async def write_read_delete(self, through_disk: Callable[[Sequence[str]], object] | None = None) -> None:
-        """Write a block, read it and delete it; take it from memory by `through_disk`
-        before it is read.
-        """
+        """Write a block, evict it by `through_disk`, read it and delete it."""
         keys = Keys([SELFTEST_PREFIX + secrets.token_hex(16)])
         value = secrets.token_bytes(_VALUE_BYTES)
         checksum = pack_u64([xxhash.xxh3_64_intdigest(value)]).tobytes()

@@ -35,18 +35,14 @@ before anything else happens, it may have views of the pool.
 
 
 class ConnectionMover(ABC):
-    """A mover on one connection. What the client holds belongs to the connection, not
-    to a mover (`Holdings`).
-    """
+    """A mover on one connection, whose `Holdings` have what the client holds."""
 
     handlers: Mapping[type[Message], Handler]
     """The requests that it answers on this connection."""
     quick: Mapping[type[Message], QuickHandler] = {}
     """For some of them, what answers most of these at once."""
     client_touches_pool: ClassVar[bool] = False
-    """Whether the client can read and write the pool itself, until its end of the
-    stream has ended.
-    """
+    """Whether the client can touch the pool itself until its stream has ended."""
 
     def close(self) -> None:  # noqa: B027  # most have nothing to close
         """End every transfer. What the client holds is given back after this.
@@ -62,9 +58,7 @@ class Mover(ABC):
     name: ClassVar[str]
     """The name in logs and statistics."""
     requests: ClassVar[tuple[type[Message], ...]] = ()
-    """The requests that are refused with its reason where it is unavailable, if no
-    other mover answers them.
-    """
+    """Refused with its reason if it is unavailable and no other mover answers."""
     refusal: ClassVar[type[InfiniStoreException]] = TransferFailed
     """The error of that refusal."""
     descriptors_per_client: int = 0

@@ -20,9 +20,7 @@ from infinistore.transports import Transport
 def make_movers_of_others(
     transports: Iterable[Transport], config: ServerConfig, core: StoreCore, resources: ExitStack
 ) -> list[Mover]:
-    """Make the movers of other packages, which `resources` closes. They come before
-    those of this one.
-    """
+    """Make the movers of other packages, the first ones. `resources` closes them."""
     movers: list[Mover] = []
     for transport in transports:
         if transport.server_mover is not None:

@@ -41,9 +41,7 @@ class _InlineConnection(ConnectionMover):
         self.quick = {Put: self._put_single, Get: self._get_single}
 
     async def _put(self, put: Put, received: Received) -> None:
-        """Receive the blocks straight into the pool. Whatever interrupts this gives the
-        room back.
-        """
+        """Receive the blocks straight into the pool, or give the room back."""
         conversation = self._conversation
         check_distinct(put.keys)
         conversation.check_lengths(put.keys)

@@ -79,9 +79,7 @@ def _present_lengths(lease: Lease) -> list[int]:
 
 
 def packed(remote: Placement, lease: Lease) -> Placement:
-    """Return the places of the blocks that are there, back to back in the one span of
-    the request.
-    """
+    """Return the places of the present blocks, back to back in the request's span."""
     return end_to_end(remote.addresses[0], remote.keys[0], _present_lengths(lease))
 
 
@@ -155,9 +153,7 @@ class RdmaPool:
         return Placement(addresses, [regions[arena].local_key for arena in arenas])
 
     def scratch(self, count: int) -> Placement:
-        """Return `count` placements of one byte that nothing reads, as the target of a
-        read-back.
-        """
+        """Return `count` placements of one byte, as targets of a read-back."""
         return Placement([address_of(self._scratch)] * count, [self._scratch_region.local_key] * count)
 
     def close(self) -> None:
@@ -204,9 +200,7 @@ _MTUS = (256, 512, 1024, 2048, 4096)
 
 
 class RdmaMover(Mover):
-    """Available on every connection of a server that has an RDMA device; `pool` is None
-    for one that has not.
-    """
+    """Available where the server has an RDMA device; `pool` is None without one."""
 
     name: ClassVar = "rdma"
     requests: ClassVar[tuple[type[Message], ...]] = (RdmaConnect, RdmaPut, RdmaGet, RdmaFill, RdmaFetch)
@@ -228,9 +222,7 @@ class RdmaMover(Mover):
         return "this server has no RDMA; its log says why" if self.pool is None else ""
 
     def open(self, conversation: Conversation, holdings: Holdings) -> ConnectionMover:
-        """Answer the requests of a client that connects a queue pair, or may connect
-        one.
-        """
+        """Answer the requests of a client that connects a queue pair, or may."""
         assert self.pool is not None
         return _RdmaConnection(self.pool, conversation, holdings)
 

@@ -93,9 +93,7 @@ class PublishedRemovals:
         core.on_removal = lambda entries: self.table.note(pack_offsets(entries))
 
     def share(self) -> int:
-        """Return the descriptor of the table, for clients to map and read; the table
-        closes it.
-        """
+        """Return the descriptor of the table, which the table closes, for clients."""
         return self.arena.share(writable=False)
 
     def close(self) -> None:
@@ -151,9 +149,7 @@ class ShmMover(Mover):
         return _ShmConnection(self, conversation, holdings)
 
     def close(self) -> None:
-        """Close the table, and hang up on the clients that wait for the server's
-        end.
-        """
+        """Close the table, and hang up on clients that wait for the server's end."""
         self.liveness.close()
         if self.removals is not None:
             self.removals.close()
@@ -189,9 +185,7 @@ class _ShmConnection(ConnectionMover):
                 self._await_copying(sum(reserve.sizes))
 
     async def _prepare(self, prepare: Prepare, received: Received) -> None:
-        """Name the blocks of a batch that the client is writing, and will commit
-        through its commit word.
-        """
+        """Name the blocks of a batch that the client commits by its commit word."""
         self._check_may_write(prepare)
         holdings = self._holdings
         tables = holdings.tables
@@ -244,9 +238,7 @@ class _ShmConnection(ConnectionMover):
         return 0 if removals is None else removals.count
 
     async def _lease(self, request: Lease, received: Received) -> None:
-        """Keep a lease for the client to read; or send the blocks, if they are few
-        bytes.
-        """
+        """Keep a lease for the client, or send the blocks if they are few bytes."""
         self._holdings.begin_lease()
         conversation = self._conversation
         lease = await conversation.lease(request, received, touch=False)

@@ -179,9 +179,7 @@ class Handshakes:
 
 
 async def _part(connection: ServerConnection, stream: "TlsStream", error: TlsFailed) -> None:
-    """Give a client time to read why there is no TLS. One that does not speak TLS is
-    told in the clear.
-    """
+    """Give a client time to read why there is no TLS, in the clear if it has none."""
     if stream.session.peer_is_plain:
         await send_fatal_error(connection, stream.inner, error)
     else:  # OpenSSL has told it

@@ -117,9 +117,7 @@ class Receiving:
         return self._body is not None and self._body.ended
 
     def free(self) -> None:
-        """Give back the memory of a long body, which has become a request or was given
-        up.
-        """
+        """Give back the memory of a long body, complete or given up."""
         if self._body is not None:
             self._body_budget.release(self._body)
             self._body = None

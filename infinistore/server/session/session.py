@@ -102,9 +102,7 @@ class ServerContext:
     statistics: Callable[[bool], Awaitable[Tree]]
     """The answer to a Statistics request, without or with details."""
     movers: Sequence[Mover]
-    """The movers of the server; the first one with a handler for a request answers
-    it.
-    """
+    """The movers of the server; the first with a handler for a request answers it."""
     growth: PoolGrowth | None
     """What makes the pool larger, if it may grow."""
     disks: ServerDisks
@@ -126,8 +124,7 @@ class ServerContext:
 
 
 DISCARDED_BYTES = 16 * 1024 * 1024
-"""Up to this length, the rest of a refused payload is discarded to keep the connection.
-"""
+"""Up to this length, the rest of a refused payload is discarded, not the connection."""
 _REVOKED = (
     "the token of this connection was revoked, or its tenant removed; ask for a new token (infinistore tenant rotate)"
 )
@@ -172,9 +169,7 @@ class Session:
         self._connection = connection
         self.traffic = conversation.traffic
         self.over = trio.Event()
-        """Set when the conversation is over, although the client may still hold
-        space.
-        """
+        """Set when the conversation is over; the client may still hold space."""
         self._scope = trio.CancelScope()
         budget, stall_s, end = context.body_budget, context.limits.grace_s, self._scope.cancel
         self._receiving = Receiving(connection, stream, budget, stall_s, end, tenant=identity.tenant)
@@ -207,9 +202,7 @@ class Session:
 
     @property
     def requests(self) -> frozenset[type[Message]]:
-        """The requests that this connection has a handler for; some handlers refuse
-        with a reason.
-        """
+        """The requests with a handler on this connection, which may refuse."""
         return frozenset((*_ANSWERS, *self._handlers, *self._at_once.handlers)) - {TooManyKeys}
 
     @property
@@ -290,8 +283,7 @@ class Session:
 
     @property
     def touching(self) -> Client | None:
-        """What the client may still touch of the pool: itself, as the core knows it, or
-        None."""
+        """The client in the core, if it may still touch the pool."""
         client = self._conversation.client
         return client if client.state != "closed" else None
 
@@ -325,9 +317,7 @@ class Session:
             self._receiving.free()
 
     def _give_back(self) -> None:
-        """End what the client holds. Neither a mover nor the client can touch it any
-        more.
-        """
+        """End what the client holds, which nobody can touch any more."""
         for mover in self._movers:
             mover.close()
         self._holdings.give_back()
@@ -360,8 +350,7 @@ class Session:
             await send_fatal_error(self._connection, self._stream, InfiniStoreException(INTERNAL_ERROR))
 
     async def _say_replaced(self) -> None:
-        """Tell the client that its next request was not done; what it has committed
-        through its tables was."""
+        """Tell the client that its next request was not done."""
         self._holdings.revoke_tables()
         connection = self._connection
         if (
@@ -465,9 +454,7 @@ class Session:
         return OK
 
     async def _refuse(self, error: InfiniStoreException, received: Received) -> str:
-        """Answer with an error. Keep the connection if the rest of the payload is short
-        enough to discard.
-        """
+        """Answer with an error; discard a short payload to keep the connection."""
         if self._connection.state is State.PAYLOAD and self._connection.payload_left <= DISCARDED_BYTES:
             within_s = self._limits.transfer_s(received.payload_bytes, received.deadline_us)
             with suppress(TimeoutError):
@@ -504,9 +491,7 @@ class Session:
 
 
 class SessionRegistry:
-    """Knows every open session. At most `most` are open; `advice` ends the refusal of
-    the next one.
-    """
+    """The open sessions, at most `most`; `advice` ends the refusal of one more."""
 
     def __init__(self, most: int, advice: str) -> None:
         self.most = most
@@ -573,9 +558,7 @@ class SessionRegistry:
         self._past.add(session.traffic)
 
     def of_tenants(self) -> tuple[Counter[str], Counter[str]]:
-        """Return how many connections each tenant has open, and how many connections
-        and requests of it were refused.
-        """
+        """Return the open connections, and the refusals, by tenant."""
         refused = self._refused.copy()
         for session in self._open:
             refused[session.identity.tenant] += session.traffic.errors

@@ -91,9 +91,7 @@ def _weight(whole: int, count: int) -> int:
 
 
 def _advertised(place: str | None, index: int) -> str | None:
-    """Return the address that a shard advertises. Without a port, clients use the
-    shard's own.
-    """
+    """Return the address that a shard advertises; the port counts up, if given."""
     if place is None:
         return None
     host, port = host_and_port(place, 0)
@@ -194,9 +192,7 @@ class ShardState:
         self._serving_since = now
 
     def ended(self, now: float) -> float:
-        """Note that its process is gone. Return how long to wait before the next one,
-        in seconds.
-        """
+        """Note that its process is gone; return the pause before the next, in s."""
         if self._serving_since is not None and now - self._serving_since >= _STEADY_S:
             self._pause_s = _FIRST_PAUSE_S
         self.pid = self._serving_since = None

@@ -134,9 +134,7 @@ def merge_numbers(answers: Mapping[int, Mapping[str, Any]], name: str) -> int:
 
 
 def merge_clients(answers: Mapping[int, Mapping[str, Any]]) -> list[dict[str, Any]]:
-    """Return the connections to all shards; of many, those that moved the most
-    bytes.
-    """
+    """Return the connections to all shards that moved the most bytes."""
     clients = busiest(ClientStatistics(**client) for answer in answers.values() for client in answer["clients"])
     return list(map(attrs.asdict, clients))
 

@@ -135,9 +135,7 @@ class Link:
 
 
 def _receive_start(sock: socket.socket) -> Start | None:
-    """Wait, before Trio runs, for the first message to a shard; None if its supervisor
-    is gone.
-    """
+    """Wait for the first message to a shard, without Trio; None if there is none."""
     data = sock.recv(_LONGEST_BYTES)
     start: Start | None = pickle.loads(data) if data else None
     return start
@@ -195,9 +193,7 @@ class ShardProcess:
         """Its settings."""
 
     async def run(self, on_serving: Callable[[], None]) -> None:
-        """Serve until the supervisor or SIGTERM says otherwise. A refusal to start goes
-        to the supervisor.
-        """
+        """Serve until told to stop; report a refusal to start to the supervisor."""
         link = Link(self._sock)
         refused: Refused | None = None
         async with trio.open_nursery() as nursery:

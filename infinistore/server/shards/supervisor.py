@@ -278,9 +278,7 @@ class _Supervisor:
                 await self._drain.wait()
 
     async def _run_once(self, shard: ShardState) -> tuple[InfiniStoreException | None, int]:
-        """Run the process of a shard until it ends. Return why it refused to run, and
-        its exit status.
-        """
+        """Run a shard's process to its end; return its refusal and exit status."""
         start = self._starts[shard.index]
         if shard.addresses is not None:  # where clients know it
             start = attrs.evolve(start, config=attrs.evolve(start.config, service_port=shard.addresses.port))
@@ -355,9 +353,7 @@ def _ended_early(index: int, status: int) -> StoreUnavailable:
 
 
 async def _start(command: Sequence[str], link: socket.socket) -> trio.Process:
-    """Start a process with its end of the link. In a group of its own: Ctrl-C is the
-    supervisor's.
-    """
+    """Start a process with its end of the link, out of reach of Ctrl-C."""
     descriptor = link.fileno()
     return await trio.lowlevel.open_process(
         [*command, str(descriptor)], stdin=subprocess.DEVNULL, pass_fds=[descriptor], process_group=0

@@ -206,8 +206,7 @@ class KeptMemory(Adopting):
         self._state = state
 
     def take_sockets(self, resources: ExitStack) -> bool:
-        """Take the sockets that the last run listened on; False if this one listens on
-        others."""
+        """Take the sockets of the last run; False if this one listens elsewhere."""
         if self._manager.listeners:
             return False
         name = _name_of_sockets(self.config)
@@ -222,8 +221,7 @@ class KeptMemory(Adopting):
         return bool(self._sockets)
 
     def open_listeners(self, config: ServerConfig, resources: ExitStack) -> Listeners:
-        """Listen where the settings say, and go on with the sockets of the last run if
-        it had the same settings."""
+        """Listen as the settings say, on the last run's sockets if they fit."""
         given = self._sockets or [sock.dup() for sock in self._manager.listeners]
         return open_listeners(config, resources, given=given)
 
@@ -241,8 +239,7 @@ class KeptMemory(Adopting):
             raise PoolLost(str(error)) from None
 
     async def end(self) -> None:
-        """Nobody can go on any more with what was kept: from now on this server changes
-        it."""
+        """Have what was kept forgotten: from now on this server changes it."""
         await trio.to_thread.run_sync(forget_kept, self._manager)
 
 

@@ -90,12 +90,10 @@ class ServerMemory(Protocol):
         """All arenas, in an order that stays."""
 
     def describe(self) -> list[bytes]:
-        """Return what is to be known of the arenas before they are used, as bytes;
-        none if all are one pool."""
+        """Return what describes the arenas, as bytes; none for a single pool."""
 
     def export(self, instance: str, ended: Sequence[Ended]) -> tuple[list[Ended], list[bytes]]:
-        """Return all connections that have to be watched, in order, and the bytes of
-        the state. The service is over."""
+        """Return the connections to be watched, and the state of an ended service."""
 
     def adopt(self, state: Any) -> Taken:
         """Take over the blocks that `export` told of, of which nothing is here yet.
@@ -131,9 +129,7 @@ class OneStore:
         return []
 
     def export(self, instance: str, ended: Sequence[Ended]) -> tuple[list[Ended], list[bytes]]:
-        """See `ServerMemory`. `PoolState.pins` has one group for each connection, and
-        then that of this process.
-        """
+        """See `ServerMemory`. `PoolState.pins` has a group for each connection."""
         watched, pins = watched_of(self._core, ended)
         return watched, encode_state(hand_over.export(self._core, instance, pins))
 
@@ -200,8 +196,7 @@ def take_ownership(descriptor: int) -> bool:
 _SLICE_BYTES = 8 * 1024 * 1024
 """How much is hashed before others get their turn: about a millisecond."""
 _QUIET_S = 10.0
-"""How long a connection is kept that can touch nothing, so that its client can read why
-it ended."""
+"""How long a connection that touches nothing is kept, for its client to read why."""
 
 
 def can_adopt(config: ServerConfig) -> bool:
@@ -261,8 +256,7 @@ class Adopting:
             self.arenas = {group.name: list(islice(found, len(group.arenas))) for group in self.groups}
 
     def why_not(self, lengths: Sequence[int], size_bytes: int) -> str:
-        """Return why a pool of such arenas cannot go on as one of `size_bytes`; empty
-        if it can."""
+        """Return why arenas do not fit a pool of `size_bytes`; empty if they do."""
         config, most_bytes = self.config, size_bytes
         if config.auto_increase:
             most_bytes = max(most_bytes, config.max_pool_bytes or sum(lengths))
