@@ -30,8 +30,7 @@ from infinistore.allocators.base import Allocator, AllocatorStatistics, Extent
 from infinistore.allocators.runs import UnitMap
 
 _SMALL_BLOCK_BYTES = 512 * 1024
-"""Blocks below this gain from lying side by side: they are moved, sent or registered as
-one span."""
+"""Smaller blocks gain from lying side by side: they move, or register, as one span."""
 
 
 class BitmapAllocator(Allocator):
@@ -97,8 +96,7 @@ class BitmapAllocator(Allocator):
         return self._extents_at(starts, [size] * count if equal else sizes)
 
     def _is_crowded(self) -> bool:
-        """Say whether most of the pool holds blocks of several units, and room is
-        short."""
+        """Whether most of the pool holds blocks of several units, and room is short."""
         free, units = self._map.free_units, self._map.units
         return 4 * free < units and self._extents * 4 < units - free
 
@@ -109,8 +107,7 @@ class BitmapAllocator(Allocator):
         return starts
 
     def _next_units(self, count: int) -> int | None:
-        """Return the first of the next free units, if they lie in a row as they nearly
-        always do."""
+        """Return the first of the next free units, if they lie in a row."""
         taken = self._map.taken
         first = taken.find(0, self._next)
         if first < 0 or taken.find(1, first, first + count) >= 0:  # the separator after the last arena is taken, too
@@ -118,8 +115,7 @@ class BitmapAllocator(Allocator):
         return first
 
     def _take_in_a_row(self, first: int, count: int, size: int) -> list[Extent]:
-        """Place blocks of a unit each side by side, without looking at them one by
-        one."""
+        """Place blocks of a unit each side by side, without a look at each."""
         self._map.take_run(first, count)
         end = self._next = first + count
         self._extents += count
@@ -145,8 +141,7 @@ class BitmapAllocator(Allocator):
         return starts
 
     def _one_hole(self, units: int) -> int | None:
-        """Return a hole for a batch that would rather lie in one piece, or None; one
-        that is far away may be missed."""
+        """Return a hole for a whole batch, or None; a far one may be missed."""
         if self._units_freed < self._look_again_at or units > self._map.free_units:
             return None
         first, self._look_from = self._map.hole_near(units, self._look_from)
@@ -284,8 +279,7 @@ class BitmapAllocator(Allocator):
         return starts
 
     def _run_of(self, extent: Extent) -> tuple[int, int]:
-        """Return the first unit of an allocated extent and how many it has; ValueError
-        if it is not one."""
+        """Return the first unit and the length of an extent; ValueError if none."""
         arena, offset, length = extent
         units = -(-length // self.unit_bytes)
         firsts = self._map.firsts
@@ -317,6 +311,5 @@ class BitmapAllocator(Allocator):
         )
 
     def occupied_bytes(self, index: int, parts: int) -> list[int]:
-        """Return how many bytes are taken in each of so many equal parts of an
-        arena."""
+        """Return the bytes taken in each of `parts` equal parts of an arena."""
         return [units * self.unit_bytes for units in self._map.taken_in(index, parts)]

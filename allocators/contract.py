@@ -73,8 +73,7 @@ class AllocatorContract:
     """A batch that fits into one run of free units is never refused."""
 
     batches_in_one_piece: ClassVar[bool] = True
-    """In an empty pool, the blocks of a batch lie side by side. This is a preference of
-    the store, not a rule."""
+    """In an empty pool, a batch lies in one piece: a preference, not a rule."""
 
     least_fill: ClassVar[float] = 0.93
     """Which part of a pool of 4,096 units can be filled with blocks of one size, of up
@@ -82,8 +81,7 @@ class AllocatorContract:
     less."""
 
     refused_arena: ClassVar[str] = ""
-    """A regular expression for the message of the `ValueError` for an arena that is out
-    of turn."""
+    """Matches the message of the `ValueError` for an arena that is out of turn."""
     refused_free: ClassVar[str] = ""
     """The same for an extent that is not allocated."""
     refused_size: ClassVar[str] = ""
@@ -203,8 +201,7 @@ class AllocatorContract:
 
 
 def broken_rules(contract: type[AllocatorContract]) -> dict[str, str]:
-    """Run the suite without pytest. Return the tests that failed, by name, and how;
-    empty if the contract is kept."""
+    """Run the suite without pytest; return the tests that failed, and how."""
     found: dict[str, str] = {}
     for name in dir(contract):
         if name.startswith("test_"):
@@ -217,8 +214,7 @@ def broken_rules(contract: type[AllocatorContract]) -> dict[str, str]:
 
 @contextmanager
 def _refused(kind: type[Exception], message: str, what: str) -> Iterator[None]:
-    """Require that an error of this kind is raised, whose message has a match of the
-    regular expression `message`."""
+    """Require an error of this kind, with a match of `message` in its message."""
     try:
         yield
     except kind as error:
@@ -389,8 +385,7 @@ class _AllocatorMachine(RuleBasedStateMachine):
             require(largest == gap, "the largest free extent is the longest free run", (largest, gap))
 
     def teardown(self) -> None:
-        """All space is back after all frees: each unit of the capacity can be given out
-        again."""
+        """After all frees, each unit of the capacity can be given out again."""
         if sys.exc_info()[0] is not None:
             return  # a rule is broken already: say which, and not what followed from that
         self.allocator.free(self.model.extents)

@@ -7,8 +7,7 @@ from infinistore.allocators.base import Allocator, Extent
 
 
 class ContractViolation(AssertionError):
-    """An allocator breaks the contract. The message names the rule, and what was
-    found."""
+    """An allocator breaks the contract; the message names the rule."""
 
 
 def require(condition: bool, rule: str, found: Any = None) -> None:
@@ -18,8 +17,7 @@ def require(condition: bool, rule: str, found: Any = None) -> None:
 
 
 class IntervalModel:
-    """The extents that are allocated, as (start, end) of their footprints, sorted, one
-    list for each arena."""
+    """The extents that are allocated, as sorted (start, end), a list for each arena."""
 
     def __init__(self, allocator: Allocator) -> None:
         self._allocator = allocator

@@ -64,8 +64,7 @@ _Alloc = ctypes.CFUNCTYPE(
 
 
 class _ExtentHooks(ctypes.Structure):
-    """`extent_hooks_t`. A hook that is NULL means "refused": room is never unmapped,
-    purged or decommitted."""
+    """`extent_hooks_t`. NULL refuses: room is never unmapped, purged or decommitted."""
 
     _fields_ = [
         ("alloc", _Alloc),
@@ -146,8 +145,7 @@ _library = cache(_load_or_explain)
 
 
 def _control(library: Any, name: str, value: Any = None, new: Any = None) -> None:
-    """Read one of jemalloc's settings into the ctypes object `value`, or set it to
-    `new`, or do what it names."""
+    """Read a setting of jemalloc into `value`, set it to `new`, or do what it names."""
     length = None if value is None else ctypes.byref(ctypes.c_size_t(ctypes.sizeof(value)))
     code = library.mallctl(
         name.encode(),
@@ -161,8 +159,7 @@ def _control(library: Any, name: str, value: Any = None, new: Any = None) -> Non
 
 
 def _reserve_addresses(length: int) -> int:
-    """Return the start of `length` bytes of addresses that hold no memory; the mmap
-    module would not tell where."""
+    """Return the start of `length` bytes of addresses that hold no memory."""
     flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS
     address: int = _libc.mmap(None, length, 0, flags, -1, 0)
     if address == _MAP_FAILED:
@@ -173,8 +170,7 @@ def _reserve_addresses(length: int) -> int:
 
 
 class _Sizes:
-    """What jemalloc makes of a block of so many units: the units that it takes, padding
-    included."""
+    """The units that jemalloc takes for a block of so many units, with padding."""
 
     def __init__(self, library: Any) -> None:
         self._library = library
@@ -210,15 +206,13 @@ class _Sizes:
         return found
 
     def largest_within(self, units: int) -> tuple[int, int]:
-        """Return (units taken, units asked for) of the largest class that a hole of
-        `units` units has room for."""
+        """Return (units taken, units asked for) of the largest class within `units`."""
         place = bisect_right(self.ascending, (units, sys.maxsize))
         return self.ascending[place - 1] if place else (0, 0)
 
 
 class _Addresses:
-    """The address ranges that stand for the arenas, and jemalloc's arena that lives in
-    them."""
+    """The address ranges that stand for the arenas, with an arena of jemalloc's."""
 
     def __init__(self, library: Any) -> None:
         self._library = library
@@ -252,8 +246,7 @@ class _Addresses:
         return start
 
     def reserve(self, units: int, sizes: _Sizes) -> int:
-        """Reserve addresses for an arena of `units` units, give them to jemalloc, and
-        return the first one."""
+        """Reserve addresses for `units` units for jemalloc; return the first."""
         # a page on either side stays unused, so that jemalloc never merges two arenas
         first = _reserve_addresses((units + 2) * _PAGE_BYTES)
         self._reserved.append((first, (units + 2) * _PAGE_BYTES))
@@ -305,8 +298,7 @@ class JemallocAllocator(Allocator):
 
     @classmethod
     def prepare_process(cls) -> None:
-        """Start this process again, once, with room for the library's static TLS,
-        unless it can be loaded as it is."""
+        """Start this process again, once, if the library lacks static TLS."""
         try:
             _load()
         except OSError as error:
@@ -320,8 +312,7 @@ class JemallocAllocator(Allocator):
             _library()  # raises what explains it
 
     def add_arena(self, index: int, length: int) -> None:
-        """Add an arena of whole units; only address space is reserved for it, a page
-        for each unit."""
+        """Add an arena of whole units; only addresses are reserved for it."""
         self.record_arena(index, length)
         units = length // self.unit_bytes
         base = self._addresses.reserve(units, self._sizes)
@@ -334,8 +325,7 @@ class JemallocAllocator(Allocator):
         return self._sizes.of_units(-(-size // self.unit_bytes)) * self.unit_bytes
 
     def allocate(self, sizes: Sequence[int]) -> list[Extent] | None:
-        """Place a batch, block by block, where jemalloc wants: at the lowest place that
-        fits."""
+        """Place a batch, block by block, at the lowest places that fit."""
         if not sizes:
             return []
         if min(sizes) <= 0:
@@ -404,6 +394,5 @@ class JemallocAllocator(Allocator):
         )
 
     def occupied_bytes(self, index: int, parts: int) -> list[int]:
-        """Return how many bytes are taken in each of so many equal parts of an
-        arena."""
+        """Return the bytes taken in each of `parts` equal parts of an arena."""
         return [units * self.unit_bytes for units in self._map.taken_in(index, parts)]

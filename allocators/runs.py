@@ -17,24 +17,21 @@ from bitarray import bitarray
 from bitarray.util import zeros
 
 _SHORT_HOLE_UNITS = 64
-"""Below this, holes are found by shifting the map against itself; from here on by
-looking for zero bytes."""
+"""Shorter holes are found by shifting the map against itself, others by zero bytes."""
 
 WINDOW_UNITS = 1 << 16
 """How much of the map is shifted at a time, so that a search that succeeds early does
 not pay for the rest; and how much is searched for a hole that would only be better."""
 
 _REMEMBERED_PLACES = 64
-"""How many places that changed since a failing search are looked at one by one; more,
-and the map is searched."""
+"""With more changes than these since a failed search, the whole map is searched."""
 
 _HOLES_COMPARED = 64
 """How many holes that are long enough are compared for the best fit."""
 
 
 class UnitMap:
-    """Which units are taken. A unit is named by its index in the whole map, which
-    counts the separators too."""
+    """Which units are taken. A unit's index counts the separators, too."""
 
     def __init__(self) -> None:
         self.taken = bitarray()
@@ -114,8 +111,7 @@ class UnitMap:
         return self._remembering_failure(units, chain(self._search(units, start), self._search(units, 0, start)))
 
     def taken_in(self, arena: int, parts: int) -> list[int]:
-        """Return how many units are taken in each of `parts` equal parts of an arena,
-        as equal as whole units are."""
+        """Return the units taken in each of `parts` nearly equal parts of an arena."""
         first, units = self.firsts[arena], self.ends[arena] - self.firsts[arena]
         bounds = [first + units * part // parts for part in range(parts + 1)]
         return [self.taken.count(1, begin, end) for begin, end in pairwise(bounds)]
@@ -155,8 +151,7 @@ class UnitMap:
         return [(first, end) for first, end in holes.items() if end - first >= units]
 
     def _search(self, units: int, start: int, stop: int | None = None) -> Iterator[tuple[int, int]]:
-        """Yield the holes of the map in [start, stop). Before either is a taken unit,
-        or nothing."""
+        """Yield the holes in [start, stop), each whole at its beginning."""
         end = len(self.taken) if stop is None else stop
         if units < _SHORT_HOLE_UNITS:
             return self._search_by_shifting(units, start, end)

@@ -31,12 +31,10 @@ _PAGE_UNITS = 16
 """Units per page, in a pool that is large enough."""
 
 _SMALLEST_POOL_PAGES = 64
-"""Pages are smaller, down to one unit, where the first arena would have fewer than
-this."""
+"""Pages are smaller where the first arena would have fewer than this."""
 
 _LARGEST_CLASS_PAGES = 8
-"""Blocks larger than this have pages of their own: rounding up to a page costs them a
-ninth or less."""
+"""Larger blocks have pages of their own: rounding costs them a ninth or less."""
 
 _LARGEST_SLAB_PAGES = 16
 
@@ -108,13 +106,11 @@ class SlabAllocator(Allocator):
             size_class.free.extend(zeros(total - len(size_class.free)))
 
     def footprint(self, size: int) -> int:
-        """Return the size of the slot, or of the pages, that a block of `size` bytes
-        takes."""
+        """Return the size of the slot, or pages, of a block of `size` bytes."""
         return self._slot_units(size) * self.unit_bytes
 
     def _slot_units(self, size: int) -> int:
-        """Return the units of a block's slot; a multiple of a page's units is a span of
-        pages."""
+        """Return the units of a block's slot; whole pages are a span of pages."""
         units = -(-size // self.unit_bytes)
         if units > self._page_units * _LARGEST_CLASS_PAGES:
             step = self._page_units
@@ -125,8 +121,7 @@ class SlabAllocator(Allocator):
         return -(-units // step) * step
 
     def allocate(self, sizes: Sequence[int]) -> list[Extent] | None:
-        """Place a batch: in neighbouring slots or pages where that strands nothing,
-        else in any."""
+        """Place a batch side by side where that strands nothing, else anywhere."""
         if not sizes:
             return []
         size = sizes[0]
@@ -152,8 +147,7 @@ class SlabAllocator(Allocator):
         return self._extents_at(starts, sizes)
 
     def _place(self, slot_units: int, count: int) -> list[int] | None:
-        """Take `count` slots, or spans of pages, and return their first units; None
-        changes nothing."""
+        """Take slots, or spans of pages; return their first units, or None."""
         if slot_units % self._page_units:
             starts = self._place_in_slots(self._class_of(slot_units), count)
         else:
@@ -208,8 +202,7 @@ class SlabAllocator(Allocator):
         return size_class
 
     def _pages_per_slab(self, slot_units: int) -> int:
-        """Return the fewest pages that leave nothing unused; if that takes many, a
-        sixteenth of the slab or less."""
+        """Return the fewest pages that leave nothing, or at most a 16th, unused."""
         fewest = -(-slot_units // self._page_units)
         for pages in range(fewest, fewest + _PAGES_MORE_FOR_NO_REST):
             if pages * self._page_units % slot_units == 0:
@@ -221,8 +214,7 @@ class SlabAllocator(Allocator):
         return fewest
 
     def _carve(self, size_class: _SizeClass, slots: int) -> bool:
-        """Make slabs for at least so many slots; False, and nothing is changed, if
-        there are not enough pages."""
+        """Make slabs for at least so many slots; False if there is no room."""
         fewest = -(-size_class.slot_units // self._page_units)
         for pages in sorted({size_class.slab_pages, fewest}, reverse=True):
             per_slab = pages * self._page_units // size_class.slot_units
@@ -368,8 +360,7 @@ class SlabAllocator(Allocator):
         return size_class is not None and size_class.slots[starts].all() and not size_class.free[starts].any()
 
     def _release(self, by_slot: dict[int, list[int]]) -> None:
-        """Free what is known to be allocated: the first units, by the units of their
-        slots."""
+        """Free allocated places: their first units, by the units of their slots."""
         for slot_units, starts in by_slot.items():
             if slot_units % self._page_units:
                 self._release_slots(self._classes[slot_units], starts)
@@ -431,8 +422,7 @@ class SlabAllocator(Allocator):
 
 
 def _grouped(extents: Iterable[Extent]) -> Iterator[tuple[tuple[int, int], list[int]]]:
-    """Yield the offsets of the extents by arena and length: mostly there is one of
-    each."""
+    """Yield the offsets of the extents by arena and length."""
     extents = list(extents)
     if not extents:
         return

@@ -38,9 +38,7 @@ if TYPE_CHECKING:
 
 
 class DeviceMemory:
-    """A span of a GPU's memory, which `owner` keeps alive. `ordinal` is the GPU's
-    number, as in `cuda:0`.
-    """
+    """A span of the memory of the GPU `cuda:ordinal`, which `owner` keeps alive."""
 
     __slots__ = ("address", "length", "ordinal", "owner")
 
@@ -60,9 +58,7 @@ class DeviceMemory:
         return DeviceMemory(self.address + start, max(0, stop - start), self.ordinal, self.owner)
 
     def holds(self, other: "DeviceMemory") -> bool:
-        """Whether all of the other lies in it. Addresses differ between GPUs, too
-        (unified virtual addressing).
-        """
+        """Whether all of the other, which may be of another GPU, lies in it."""
         return self.address <= other.address and other.address + other.length <= self.address + self.length
 
     @property
@@ -90,14 +86,10 @@ class Cuda(Protocol):
     """What RDMA asks of the driver of GPUs. Any thread may ask."""
 
     def ordinal_at(self, address: int) -> int | None:
-        """Return the number of the GPU whose memory is at an address; None if it is no
-        GPU's.
-        """
+        """Return the GPU whose memory is at an address; None if it is no GPU's."""
 
     def pci_address(self, ordinal: int) -> str | None:
-        """Return where a GPU is on the PCI bus, as `0000:17:00.0`; None if that cannot
-        be told.
-        """
+        """Return a GPU's PCI address, as `0000:17:00.0`; None if unknown."""
 
     def export(self, memory: DeviceMemory) -> Dmabuf:
         """Return the memory as a dmabuf.
@@ -107,27 +99,19 @@ class Cuda(Protocol):
         """
 
     def order_copies(self, memory: DeviceMemory) -> None:
-        """Ask that copies which CUDA calls synchronous are over when their call
-        returns, if that can be asked for.
-        """
+        """Make copies that CUDA calls synchronous so, where that can be asked for."""
 
     def record(self, ordinal: int) -> Any:
-        """Return an event that comes when what this thread's current stream of the GPU
-        was told so far is done.
-        """
+        """Return an event after all that this thread's current stream does now."""
 
     def is_done(self, event: Any) -> bool:
-        """Whether waiting for the event would take no time. False if that cannot be
-        told.
-        """
+        """Whether the event has come; False if unknown."""
 
     def wait(self, event: Any) -> None:
         """Wait for the event. The interpreter's lock is free meanwhile."""
 
     def flush(self, ordinal: int) -> None:
-        """Make what other devices have written to the GPU's memory visible to all that
-        the GPU runs.
-        """
+        """Make what other devices wrote to the GPU's memory visible to its work."""
 
 
 LIBRARY = "libcuda.so.1"
@@ -146,9 +130,7 @@ _PCI_ADDRESS_BYTES = 32
 
 
 class CudaDriver:
-    """CUDA. `library` is the driver's, or None where it cannot be loaded; pages are of
-    `page_bytes`.
-    """
+    """CUDA, with pages of `page_bytes`; `library` is None where it is missing."""
 
     def __init__(self, library: Any, page_bytes: int = mmap.PAGESIZE) -> None:
         self._library = library
@@ -179,9 +161,7 @@ class CudaDriver:
         return name.value.decode("ascii", "replace").lower()
 
     def export(self, memory: DeviceMemory) -> Dmabuf:
-        """Return the memory as a dmabuf: the pages that it lies in; where those are
-        refused, its whole allocation.
-        """
+        """Return the pages of the memory, or its whole allocation, as a dmabuf."""
         if not hasattr(self._library, "cuMemGetHandleForAddressRange"):
             why = f"has no {LIBRARY}" if self._library is None else "has a driver older than CUDA 11.7"
             raise NoRdma(f"this machine {why}")
@@ -224,9 +204,7 @@ class CudaDriver:
         return first, -(-end // page) * page - first
 
     def order_copies(self, memory: DeviceMemory) -> None:
-        """Set CU_POINTER_ATTRIBUTE_SYNC_MEMOPS, for the whole allocation. Some kinds of
-        memory do not have it.
-        """
+        """Set CU_POINTER_ATTRIBUTE_SYNC_MEMOPS, where the memory has it."""
         if self._library is not None:
             with suppress(NoRdma), self._context(memory.ordinal):
                 self._library.cuPointerSetAttribute(
@@ -234,9 +212,7 @@ class CudaDriver:
                 )
 
     def record(self, ordinal: int) -> Any:
-        """Return an event on PyTorch's current stream. Without PyTorch, all that the
-        GPU does is to be waited for.
-        """
+        """Return an event on PyTorch's current stream; without it, of all work."""
         return record_event(ordinal) if "torch" in sys.modules else ordinal
 
     def is_done(self, event: Any) -> bool:
@@ -267,9 +243,7 @@ class CudaDriver:
 
     @contextmanager
     def _context(self, ordinal: int) -> Generator[ctypes.c_int, None, None]:
-        """Give the GPU, in its primary context, which is PyTorch's; a thread that is
-        new to CUDA has none.
-        """
+        """Enter the GPU's primary context, which is PyTorch's, and give the GPU."""
         library = self._library
         gpu, context, left = ctypes.c_int(), ctypes.c_void_p(), ctypes.c_void_p()
         self._check("cuInit", library.cuInit(ctypes.c_uint(0)))
@@ -301,9 +275,7 @@ class CudaDriver:
 
 
 def record_event(device: "torch.device | int") -> "torch.cuda.Event":
-    """Return an event on this thread's current stream of the GPU, in PyTorch's words;
-    who waits for it sleeps.
-    """
+    """Return an event on the GPU's current stream in this thread, to be slept for."""
     import torch
 
     event = torch.cuda.Event(blocking=True)  # type: ignore[no-untyped-call]
@@ -350,9 +322,7 @@ _REMEDY = (
 
 
 class DeviceSpan(RemoteSpan):
-    """A span of a GPU's memory that an RDMA device knows. It keeps the memory alive,
-    and is gone after `close`.
-    """
+    """A span of a GPU's memory that an RDMA device knows, alive until `close`."""
 
     def __init__(self, device: Device, memory: DeviceMemory, cuda: Cuda) -> None:
         self.memory: DeviceMemory | None = memory
@@ -362,9 +332,7 @@ class DeviceSpan(RemoteSpan):
         cuda.order_copies(memory)
 
     def close(self) -> None:
-        """Unregister: when this returns, no peer reads or writes here any more.
-        Idempotent.
-        """
+        """Unregister: no peer reads or writes here afterwards. Idempotent."""
         super().close()
         self.memory = None
 
@@ -392,9 +360,7 @@ def _register_dmabuf(device: Device, memory: DeviceMemory, cuda: Cuda) -> Region
 
 
 class RegisteredDeviceMemory(SpanTable[DeviceSpan]):
-    """The spans of GPUs' memory that a caller has registered, to be found by
-    address.
-    """
+    """The registered spans of GPUs' memory, to be found by address."""
 
     def locate(self, blocks: Sequence[DeviceMemory]) -> Placement | None:
         """Return where the peer finds these blocks; None unless every one of them lies

@@ -20,9 +20,7 @@ from infinistore.errors import ConfigError
 
 ENTRY_POINT_GROUP: Final = "infinistore.transports"
 BUILT_IN: Final = ("rdma", "shm", "inline")
-"""The transports that client and server bring themselves. No entry point replaces
-one.
-"""
+"""The transports of client and server themselves, which no entry point replaces."""
 
 
 @attrs.frozen

@@ -56,8 +56,7 @@ class Batch:
 
 
 class Batches:
-    """The batches of a volume that are under way. `seal` is called with a segment that
-    is full."""
+    """The batches under way in a volume. `seal` is called with each full segment."""
 
     def __init__(self, log: Log, seal: Callable[[Segment], None]) -> None:
         self._log = log
@@ -190,8 +189,7 @@ class Batches:
     def _still_at(
         self, keys: Sequence[str], slots: npt.NDArray[np.int64], sources: Sequence[Location | None]
     ) -> npt.NDArray[np.bool_]:
-        """Return which keys still have the block that their source says, and nothing
-        newer."""
+        """Return which keys still have the block of their source as their newest."""
         log = self._log
         places = np.full((len(keys), 2), -1, np.int64)
         for row, (key, source) in enumerate(zip(keys, sources, strict=True)):
@@ -365,8 +363,7 @@ class Batches:
         log.events.append(Durable(batch.sequence) if durable else Lost(batch.sequence, batch.errno))
 
     def _apply(self, batch: Batch, durable: bool) -> None:
-        """Let the index know the records. Those of a lost batch are stale: nobody knows
-        what of it is on the disk."""
+        """Index the records; those of a lost batch are stale."""
         log, listing = self._log, batch.listing
         blocks = listing.length > 0
         rows = rows_of(listing, batch.segment.number)

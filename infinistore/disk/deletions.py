@@ -29,8 +29,7 @@ class Deletions:
 
     def __init__(self, disks: Disks) -> None:
         self.unsafe_keys = 0
-        """Keys that were deleted, and that a disk which cannot be written may bring
-        back when it is opened again."""
+        """Deleted keys that a disk, which cannot be written, may bring back."""
         self._disks = disks
         self._graves: dict[Disk, _Grave] = {}
         self._failed: list[Disk] = []
@@ -57,8 +56,7 @@ class Deletions:
                 self._bury(disk, {key: [] for key in lingering})
 
     def outdate(self, disk: Disk, keys: Sequence[str]) -> None:
-        """Let no other disk bring back older blocks of keys that are durable on this
-        one."""
+        """Let no other disk bring back older blocks of these durable keys."""
         for other in self._disks:
             if other is not disk and not other.is_leaving:
                 lingering = [key for key, lingers in zip(keys, other.volume.lingers(keys), strict=True) if lingers]

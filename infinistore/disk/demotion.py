@@ -104,8 +104,7 @@ class AdmissionQueue:
         self._put_bytes = 0
 
     def pass_by(self, entries: Sequence[Entry]) -> None:
-        """Note blocks that came into the pool and are not to be written: what was put
-        before them is older now."""
+        """Count blocks that are not to be written: they age those put before."""
         self._put_bytes += self._pool.footprints(list(map(length_of, entries)))
         while self._ageing and self._put_bytes - self._ageing[0][0] >= _AGE_RATIO * self._pool.capacity_bytes:
             run = self._ageing.popleft()[1]
@@ -272,8 +271,7 @@ class Flushes:
         self._waiting: dict[str, list[Wait]] = {}
 
     def flush(self, keys: Sequence[str], deadline: float, is_in_flight: Callable[[str], bool]) -> Wait:
-        """Wait for these distinct keys, and queue what is not on its way before all
-        others."""
+        """Wait for these distinct keys, and hurry those that are not on their way."""
         durable = self._disks.contains(keys)
         wanted = [key for key, there in zip(keys, durable, strict=True) if not there]
         there = [key for key, entry in zip(wanted, self._core.index.get_many(wanted), strict=True) if entry is not None]
@@ -357,8 +355,7 @@ class Demotion:
         self.pinned_bytes = 0
         """What is leased to be written, by footprint."""
         self.on_doubt: Callable[[Disk, Sequence[str]], object] | None = None
-        """Called with a disk and keys that are durable there, of which another disk may
-        have older blocks."""
+        """Called with a disk and keys of which another may have older blocks."""
         self._core = core
         self._client = client
         self._disks = disks
@@ -427,8 +424,7 @@ class Demotion:
         return key in self._in_flight
 
     def is_appended(self, disk: Disk, key: str) -> bool:
-        """Whether the newest block of a key was appended to this disk, and is not
-        durable yet."""
+        """Whether a key's newest block was appended here and is not durable yet."""
         return key in self._in_flight and any(key in group.keys for group in self._writers[disk].groups.values())
 
     @property
@@ -503,8 +499,7 @@ class Demotion:
     # Dealing
 
     def _deal(self, now: float) -> None:
-        """Give what is due to the disks, in turn, or to the disk that has to have
-        it."""
+        """Give what is due to the disks in turn, or to the one that has to have it."""
         takers = [writer for writer in self._writers.values() if writer.disk.is_writable]
         if not takers:
             self._give_up_due()
@@ -668,8 +663,7 @@ class Demotion:
     # Appending
 
     def _append(self, writer: Writer, now: float) -> bool:
-        """Append the first batch that is ready, without what has changed since;
-        return whether there was room."""
+        """Append the first ready batch as it is now; return whether there was room."""
         group = writer.ready[0]
         current = self._core.index.get_many(group.keys)
         kept = [i for i, entry in enumerate(group.entries) if current[i] == entry]

@@ -60,8 +60,7 @@ class Health:
         self._name = name
         self.state: DiskState = "healthy"
         self.alarm = ""
-        """Why the state is not healthy, or the disk has less room than it was given,
-        and what to do; else empty."""
+        """Why the disk is not healthy, or too small, and what to do; else empty."""
         self.read_errors = 0
         self.write_errors = 0
         self._recent: dict[str, deque[float]] = {kind: deque() for kind in ("read", "write", "hang")}
@@ -134,8 +133,7 @@ class DiskStatistics:
     number: int
     state: DiskState
     alarm: str
-    """Why it is not healthy, or has less room than it was given, and what to do; else
-    empty."""
+    """Why it is not healthy, or has too little room, and what to do; else empty."""
     hung_jobs: int
     """Jobs that are out and late."""
     hangs: int
@@ -208,8 +206,7 @@ class _Task:
 
 
 class Traffic:
-    """The jobs of one disk. Each ends with a call of its `ended`, once, with its
-    result."""
+    """The jobs of one disk. Each ends with one call of its `ended`."""
 
     def __init__(self, settings: TierSettings) -> None:
         self.reads = 0
@@ -240,8 +237,7 @@ class Traffic:
         (self._waiting_writes if isinstance(job, Write) else self._waiting).append(task)
 
     def take(self, now: float) -> list[Job]:
-        """Return the jobs to start now, after telling those that wait for one that
-        hangs."""
+        """Return the jobs to start now, after telling of those that hang."""
         self._time_out(now)
         if self.hung:
             return []
@@ -269,8 +265,7 @@ class Traffic:
             self.hung.pop(job)(result)
 
     def fail_waiting(self, code: int) -> bool:
-        """End what has not been started, with this errno: the disk is given up. Return
-        whether there was anything."""
+        """End what has not begun with this errno; return whether there was any."""
         waiting = [*self._waiting, *self._waiting_writes]
         self._waiting.clear()
         self._waiting_writes.clear()
@@ -352,8 +347,7 @@ class Disk:
         """Blocks made durable."""
         self.written_bytes = 0
         self.write_rate = 0.0
-        """What it took of late while it was written, in bytes per second; 0 if
-        unknown."""
+        """Its rate of late, in bytes per second; 0 if unknown."""
         self.purges: list[list[Wait]] = []
         """Purges that have to be begun, each with those who wait for it: a volume that
         recovers cannot be purged, and gives nothing meanwhile."""
@@ -362,8 +356,7 @@ class Disk:
         self.is_leaving = False
         """Whether it is being taken out."""
         self.has_failed = False
-        """Whether its volume raised what it should not, so that nobody knows what it
-        knows."""
+        """Whether its volume raised an unexpected error, so that it is not trusted."""
         self.awaited_membership = 0
         """The membership that it has to know before it is written."""
         self._changed: set[str] = set()
@@ -411,8 +404,7 @@ class Disk:
         )
 
     def note_changes(self, keys: Iterable[str]) -> None:
-        """Note keys that were put or removed. A volume that recovers does not know
-        what it has to forget."""
+        """Note changed keys for a volume that recovers, to be forgotten then."""
         if self.is_recovering:
             self._changed.update(keys)
 
@@ -427,8 +419,7 @@ class Disk:
         return True
 
     def begin_purges(self) -> list[list[Wait]]:
-        """Take the purges that can be begun now, or have failed: a disk that was given
-        up may never recover."""
+        """Take the purges that can begin now, or have failed with the disk."""
         if self.is_recovering and self.health.state != "off" and self.volume.state != "closed":
             return []
         purges, self.purges = self.purges, []
@@ -491,8 +482,7 @@ class Place:
         self.location = location
 
     def has_same_block(self, other: "Place") -> bool:
-        """Whether the bytes at both places are the same, and what readers see of
-        them."""
+        """Whether both places have the same bytes, as readers see them."""
         one, two = self.location, other.location
         return (one.checksum, one.length, one.own_checksum) == (two.checksum, two.length, two.own_checksum)
 
@@ -550,8 +540,7 @@ class Disks:
         return found
 
     def replaced_first(self, keys: list[str]) -> list[str]:
-        """Return the keys in this order, but first those of which a disk has a block
-        that counts no more."""
+        """Return the keys, those first of which a disk has an outdated block."""
         known = [False] * len(keys)
         for disk in self._disks:
             known = [one or other for one, other in zip(known, disk.volume.is_known(keys), strict=True)]

@@ -217,9 +217,7 @@ def encode_superblock(superblock: Superblock) -> bytes:
 
 
 def is_unwritten(data: bytes) -> bool:
-    """Whether the file `disk` is that of a new one: empty, or zeros, which is what a
-    crash leaves of the first superblock.
-    """
+    """Whether the file `disk` is new: empty, or the zeros that a crash leaves."""
     return not any(data)
 
 
@@ -276,8 +274,7 @@ class Table(Header):
     """Of the table in its segment, in bytes."""
     sequence: int
     synced: int
-    """When this was written, all batches up to this sequence had ended: each was
-    durable, or had failed."""
+    """When this was written, all batches up to this sequence were durable or lost."""
     floor: int
     """When this was written, records with a lower sequence were void."""
     batch_bytes: int
@@ -373,8 +370,7 @@ def encode_footer(footer: Footer, sequences: Sequence[int], rows: Sequence[int],
 def decode_footer(
     data: memoryview, *, uuid: bytes, seed: int, segment: int, incarnation: int, segment_bytes: int
 ) -> tuple[Footer, list[int], list[int], Listing] | None:
-    """Read what `encode_footer` returned: the footer, the sequences, how many rows each
-    batch has, and all rows."""
+    """Read a footer: its header, the sequences and rows of each batch, and all rows."""
     if len(data) < FOOTER_BYTES or not is_whole(data, Footer.MAGIC, seed):
         return None
     footer = Footer.unpack(data)
@@ -404,11 +400,9 @@ class End(Header):
     incarnation: int
     floor: int
     sealed: int
-    """1 if there is a footer, and all batches are durable; 0 from the first batch to
-    then."""
+    """1 if there is a footer, and all batches are durable; else 0."""
     footer_bytes: int
-    """The length of the footer, which ends, with its padding, where this page
-    begins."""
+    """The length of the footer, which ends, padded, where this page begins."""
     sequence: int
     """If sealed: of the last batch."""
 
@@ -465,8 +459,7 @@ class SnapshotHeader(Header):
     LAYOUT: ClassVar = struct.Struct("<I16sQQIII")
 
     header_bytes: int
-    """With all that is behind it, without padding. The first section begins at the next
-    multiple of 4096."""
+    """With all that follows, without padding; sections begin at multiples of 4096."""
     uuid: bytes
     sequence: int
     """All batches up to this one are in the sections."""
@@ -509,8 +502,7 @@ def most_footer_bytes(segment_bytes: int) -> int:
 
 
 def most_snapshot_bytes(segments: int, segment_bytes: int) -> int:
-    """Return the most that a snapshot takes on a disk, with padding, while the disk
-    still has the one before."""
+    """Return the room for a snapshot beside the one before, with padding."""
     records = segments * (segment_bytes // ALIGNMENT_BYTES)
     header = aligned(header_bytes(segments, most_footer_bytes(segment_bytes)))
     sections = SHARDS * (_SECTION_BYTES + ALIGNMENT_BYTES) + records * SNAPSHOT_ROW_BYTES

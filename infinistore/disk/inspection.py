@@ -28,8 +28,7 @@ class SegmentContents:
 
     number: int
     state: str
-    """free, open, sealed or abandoned; full is one that a crash left without its
-    footer."""
+    """free, open, sealed or abandoned; full if a crash left it without a footer."""
     incarnation: int
     batches: int
     blocks: int
@@ -78,9 +77,7 @@ class Verified:
 
 
 class Inspector:
-    """Looks at one disk: `superblock` is its newest copy, `files` are the lengths of
-    its files by name.
-    """
+    """Looks at one disk, by its newest superblock and the lengths of its files."""
 
     def __init__(self, superblock: Superblock, files: Mapping[str, int]) -> None:
         numbers = [int(name.removeprefix("segments/")) for name in files if name.startswith("segments/")]

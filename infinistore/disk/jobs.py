@@ -64,8 +64,7 @@ class ReadInto:
 
 @attrs.frozen(eq=False)
 class Write:
-    """Write views (of any length, format "B") to a file. Their padding becomes
-    zeros."""
+    """Write views (format "B") to a file; their padding becomes zeros."""
 
     volume: int
     file: str
@@ -75,8 +74,7 @@ class Write:
 
 @attrs.frozen(eq=False)
 class HashBlocks:
-    """Hash each view (xxh3-64) into `Result.checksums`: no I/O, but work for a
-    thread."""
+    """Hash each view (xxh3-64) into `Result.checksums`, in a thread."""
 
     volume: int
     views: Sequence[memoryview] = attrs.field(repr=False)
@@ -84,8 +82,7 @@ class HashBlocks:
 
 @attrs.frozen(eq=False)
 class Flush:
-    """Make what was written to a file durable (fdatasync). Never repeated after it
-    failed."""
+    """Make what was written durable (fdatasync). Never repeated after a failure."""
 
     volume: int
     file: str
@@ -93,8 +90,7 @@ class Flush:
 
 @attrs.frozen(eq=False)
 class Allocate:
-    """Create a file durably, if there is none, and preallocate `length_bytes` of
-    it."""
+    """Create a file durably, and preallocate `length_bytes` of it."""
 
     volume: int
     file: str
@@ -103,8 +99,7 @@ class Allocate:
 
 @attrs.frozen(eq=False)
 class Replace:
-    """Write a file anew in one step: under another name, flushed, renamed, and the
-    folder flushed."""
+    """Write a file anew in one step: under another name, flushed, and renamed."""
 
     volume: int
     file: str

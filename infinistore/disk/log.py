@@ -103,8 +103,7 @@ class Segment:
             self.add(sequence, listing, 0)
 
     def room_bytes(self, segment_bytes: int, rows: int, key_bytes: int) -> int:
-        """Return how long a batch of so many rows may be, table and padding
-        included."""
+        """Return the longest batch of so many rows, with table and padding."""
         footer = footer_bytes(len(self.batches) + 1, self.rows + rows, self.key_bytes + key_bytes)
         return segment_bytes - self.end_bytes - aligned(footer) - END_BYTES
 
@@ -248,13 +247,11 @@ class Location(NamedTuple):
     """The xxh3-64 of the block, always there. A block whose bytes have another one is
     not this key's: call `drop`, and treat it as a miss."""
     own_checksum: bool
-    """The tier computed it, because the writer of the block had none: readers see no
-    checksum."""
+    """The tier computed it for a block without one: readers see no checksum."""
 
 
 def locations_of(*columns: Iterable[int]) -> Iterator[Location]:
-    """Return locations, given as columns in the order of the fields: a third of the
-    price of one call each."""
+    """Return locations from columns, for a third of the price of calls."""
     return map(_location, zip(*columns, strict=True))
 
 
@@ -379,8 +376,7 @@ class Log:
         self.floor = max(self.floor, in_log[0].incarnation if in_log else self.next_sequence)
 
     def write_superblock(self, **changes: Any) -> Steps[int]:
-        """Write the superblock with some fields changed, and with the floor; return an
-        errno, 0 if it is durable."""
+        """Write the superblock with these changes and the floor; return the errno."""
         while self._superblock_busy:
             yield WAIT
         self._superblock_busy = True

@@ -236,8 +236,7 @@ class Promotion:
                 disk.damaged_blocks += disk.volume.drop(group.keys[i], location)
 
     def _end(self, group: _Group) -> None:
-        """Commit what was read and is still its key's block, wherever that was moved;
-        the rest are misses."""
+        """Commit the blocks read that are still current; the rest are misses."""
         reservation = group.reservation
         assert reservation is not None
         self._reading_bytes -= group.bytes
@@ -287,8 +286,7 @@ class Promotion:
 
 
 def leading_at_once(core: StoreCore, keys: Sequence[str], on_disk: Mapping[str, Place]) -> int:
-    """Count the leading keys that together take a bounded part of the pool, wherever
-    they are; at least one."""
+    """Count the leading keys, at least one, that take a bounded part of the pool."""
     most_bytes = _READ_AT_ONCE_RATIO * core.pool.capacity_bytes
     total = 0
     for count, (key, entry) in enumerate(zip(keys, core.index.get_many(keys), strict=True)):
@@ -302,8 +300,7 @@ def leading_at_once(core: StoreCore, keys: Sequence[str], on_disk: Mapping[str, 
 
 
 def _neighbours(places: Sequence[Place]) -> list[list[int]]:
-    """Return the positions of blocks that follow each other on a disk, as one read
-    each."""
+    """Return the positions of neighbours on a disk, to be read as one."""
     runs: list[list[int]] = []
     before: Place | None = None
     for position, place in enumerate(places):

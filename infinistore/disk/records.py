@@ -257,8 +257,7 @@ class Records:
 
     @staticmethod
     def _home_in(low: U64, buckets: Int | int) -> Int:
-        """Return it relative to the shard. In a shard, the order of low halves is the
-        order of buckets."""
+        """Return it relative to the shard, in the order of buckets."""
         return (((low >> _HASH_SHIFT) & _HASH_MASK).astype(np.int64) * buckets) >> 32
 
     def _find(self, low: U64) -> Int:
@@ -342,8 +341,7 @@ class Records:
         self._place[positions], self._length[positions] = columns.place, columns.length
 
     def _merge(self, shard: int, parts: Sequence[_Columns]) -> None:
-        """Add sorted records to a shard, the later parts over the earlier ones; rows of
-        length 0 remove."""
+        """Add sorted records to a shard over earlier ones; length 0 removes."""
         before = self._sorted(shard)
         parts = [before, *parts]
         merged = _Columns(*(np.concatenate(columns) for columns in zip(*parts, strict=True)))
@@ -383,8 +381,7 @@ class Loader:
 
     @property
     def full(self) -> bool:
-        """Whether to merge now: what is kept takes up to half the memory of the
-        index."""
+        """Whether to merge: what is kept takes up to half of the index's memory."""
         return self._kept > max(_LEAST_LOADED, self._records.occupied // 2)
 
     def merge(self) -> Iterator[None]:

@@ -81,8 +81,7 @@ def read(log: Log, file: str, offset: int, length: int) -> Steps[memoryview | No
 
 
 def find_batches(log: Log, number: int, least: int = 0) -> Steps[Found]:
-    """Return the valid tables of the newest life that a segment has, if that is not
-    before the incarnation `least`."""
+    """Return the valid tables of a segment's newest life, if not before `least`."""
     file, incarnation = f"segments/{number}", least
     found: Found = []
     position = offset = 0
@@ -291,8 +290,7 @@ class _Recovery:
         return True
 
     def _sections(self, snapshot: _Snapshot, trusted: set[int]) -> Steps[bool]:
-        """Load the records that a snapshot has of some segments; False: it is
-        damaged, and the index is empty."""
+        """Load a snapshot's records of some segments; False: it is damaged."""
         log, header = self._log, snapshot.header
         wanted = np.zeros(max(snapshot.segments, default=0) + 1, np.bool_)
         wanted[list(trusted)] = True
@@ -359,8 +357,7 @@ class _Recovery:
         return _Life(number, incarnation, found=found) if found else None
 
     def _trusted(self, lives: Sequence[_Life], snapshot: _Snapshot | None) -> Steps[dict[int, int]]:
-        """Load the snapshot; return the segments that are as it says, and the states
-        that they had then."""
+        """Load the snapshot; return the segments that it fits, and their states."""
         log = self._log
         if snapshot is None:
             return {}

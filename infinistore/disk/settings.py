@@ -19,8 +19,7 @@ MOST_READS: Final = 8
 """Reads of blocks under way on one disk. More keep its threads no busier, and would
 only stand before what is asked for next."""
 MOST_GROUPS: Final = 4
-"""Batches under way on one disk: some are written while others are flushed, and the
-next one is made ready."""
+"""Batches under way on one disk: written, flushed, and made ready at the same time."""
 MOST_PINNED_BYTES: Final = 64 * MIB
 """What is pinned to be written, at most; or an eighth of the pool, if that is less."""
 

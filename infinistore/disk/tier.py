@@ -86,8 +86,7 @@ class TierHolds:
         return len(self._holds)
 
     def hold(self, in_memory: Sequence[str], on_disk: dict[str, Place], hold_s: float, now: float) -> int:
-        """Hold these keys; return the id. Errors are those of
-        `StoreCore.hold_prefix`."""
+        """Hold these keys; return the id. Errors: see `StoreCore.hold_prefix`."""
         held_bytes = sum(place.location.length for place in on_disk.values())
         bound_bytes = int(_MOST_HELD_RATIO * sum(disk.volume.statistics().capacity_bytes for disk in self._disks))
         if on_disk and self.bytes + held_bytes > bound_bytes:
@@ -279,8 +278,7 @@ class DiskTier:
             self._has_more |= self._step(disk, now)
 
     def next_deadline(self) -> float | None:
-        """Return when to call `jobs` at the latest; None: not before something
-        happens."""
+        """Return when to call `jobs` at the latest; None: after the next event."""
         has_failure = any(disk.has_failed and disk not in self._given_up for disk in self._disks)
         has_waiting = any(disk.traffic.has_waiting for disk in self._disks)
         if self._has_more or self._journal or has_failure or has_waiting:
@@ -315,8 +313,7 @@ class DiskTier:
         return self._waits.add(wait)
 
     def last_moment(self, deadline: float) -> float:
-        """Return how long a read waits that begins now: until its deadline, and for
-        `wait_s` at most."""
+        """Return when a read that begins now ends: after `wait_s` at the latest."""
         return min(deadline, self.clock() + self.settings.wait_s)
 
     def fitting(self, keys: Sequence[str]) -> int:
@@ -375,8 +372,7 @@ class DiskTier:
         return attrs.evolve(match, hold_id=hold_id)
 
     def release_hold(self, hold_id: int) -> bool:
-        """End a hold of either kind, the tier's or the core's own; False if there is
-        none with this id."""
+        """End a hold, the tier's or the core's; False if there is none."""
         self._holds.expire(self.clock())
         return self._holds.release(hold_id) or self.core.release_hold(hold_id)
 
@@ -540,8 +536,7 @@ class DiskTier:
     # What becomes of disks
 
     def _step(self, disk: Disk, now: float) -> bool:
-        """Let a volume work, and act on what became of it; return whether there is
-        more to do now."""
+        """Let a volume work, and act on events; return whether there is more to do."""
         has_more = disk.step()
         for event in disk.events():
             has_more = True

@@ -88,8 +88,7 @@ class Tiers:
         return PrefixMatch(matched, matched)
 
     def hold_prefix(self, client: Client, keys: Sequence[str], hold_s: float) -> PrefixMatch:
-        """Match a prefix and hold it: in memory from eviction, on disk from being
-        overwritten."""
+        """Match a prefix and hold it, in memory and on disk."""
         if self._disk is not None:
             with self._guarded(InfiniStoreException):
                 return self._disk.hold_prefix(client, keys, hold_s)
@@ -104,8 +103,7 @@ class Tiers:
         return self.core.release_hold(hold_id)
 
     def prefetch(self, client: Client, keys: Sequence[str], hold_s: float = 0) -> Prefetch:
-        """Begin to bring keys into memory in the background. With `hold_s`, hold those
-        that are there."""
+        """Bring keys into memory in the background; with `hold_s`, hold them."""
         if self._disk is not None:
             with self._guarded(InfiniStoreException):
                 return self._disk.prefetch(keys, hold_s or None)
@@ -248,8 +246,7 @@ class Tiers:
     # Driving, see `DiskTier`: these never raise
 
     def when_there_is_work(self, call: Callable[[], object]) -> None:
-        """Call this when `jobs` should be called, maybe from within any call of the
-        store."""
+        """Call this when `jobs` should be called, from within any call."""
         if self._disk is not None:
             self._disk.on_work = call
 
@@ -285,8 +282,7 @@ class Tiers:
     # Ending
 
     def close(self, within_s: float) -> Wait:
-        """Write what is queued, and the marks of a clean end. `unmet` counts disks that
-        did not end in time."""
+        """Write what is queued, and clean ends. `unmet` counts disks that were late."""
         if self._disk is not None:
             with self._guarded(InfiniStoreException):
                 return self._disk.close(self._disk.clock() + within_s)

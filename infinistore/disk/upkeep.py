@@ -57,8 +57,7 @@ class Upkeep:
     # A spare segment
 
     def keep_spare(self) -> Steps[None]:
-        """Have a segment ready for when the open one is full, as long as the volume
-        writes."""
+        """Have a segment ready for when the open one is full."""
         segments = self._log.segments
         while True:
             while segments.spare is not None or not self._writable():
@@ -76,8 +75,7 @@ class Upkeep:
                 segments.spare = segment
 
     def _allocate(self, number: int) -> Steps[Segment | None]:
-        """Make the file of a new segment. If that fails, the disk is as large as what
-        there is."""
+        """Make the file of a new segment; without room, the disk stays as it is."""
         segments = self._log.segments
         segment = segments.add(Segment(number))
         [result] = yield [Allocate(self._log.number, segment.file, self._log.segment_bytes)]
@@ -320,8 +318,7 @@ class Upkeep:
         return int.from_bytes(header[8:16], "little")
 
     def close(self) -> Steps[None]:
-        """Wait for what is under way, then write a snapshot and the mark of a clean
-        end."""
+        """Let all end, then write a snapshot and the mark of a clean end."""
         log = self._log
         while len(self._batches) or self._sealing:
             yield WAIT

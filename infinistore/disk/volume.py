@@ -76,8 +76,7 @@ class VolumeStatistics:
     """The part of these that holds batches, dead ones included."""
     segments: int
     quarantined_segments: int
-    """Abandoned segments that a write which hangs may still reach: they are not used
-    again before it returns."""
+    """Abandoned segments, unused until a write that hangs has returned."""
     records: int
     """Keys that `find` finds."""
     index_bytes: int

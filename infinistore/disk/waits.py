@@ -145,8 +145,7 @@ class Prefetch:
     skipped: int
     """Keys on disk that are not, because prefetches have a bounded part of the pool."""
     hold_id: int = 0
-    """The hold on all of them that exist; 0 if none was asked for, or nothing
-    exists."""
+    """The hold on all of them that exist; 0 if there is none."""
 
 
 @attrs.frozen
@@ -156,5 +155,4 @@ class Deletion:
     deleted: int
     """Keys that were there, in either tier."""
     wait: Wait
-    """Settled when none of them can come back after a crash. `unmet` counts keys whose
-    disk failed before."""
+    """Settled when none can come back after a crash; keys that may be are `unmet`."""

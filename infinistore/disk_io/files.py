@@ -66,9 +66,7 @@ class DiskFiles:
         let_go_in_child(self)
 
     def read(self, file: str, offset: int, vectors: Sequence[memoryview]) -> int:
-        """Fill memory from a file, and return how many bytes came: fewer where the file
-        ends.
-        """
+        """Fill memory from a file; return the count, less at the end of the file."""
         with self._using(file) as opened:
             count = transfer(os.preadv, opened.fd, vectors, offset)
             if not self.folder.direct:
@@ -109,9 +107,7 @@ class DiskFiles:
             os.close(folder_fd)
 
     def replace(self, file: str, views: Sequence[memoryview]) -> None:
-        """Write a small file anew, durably; until then, and if that fails, it is as it
-        was.
-        """
+        """Write a small file anew, durably; if that fails, it is as it was."""
         new = file + NEW
         flags = self._flags | os.O_CREAT | os.O_TRUNC
         fd = os.open(new, flags, 0o600, dir_fd=self.folder.fd)
@@ -149,9 +145,7 @@ class DiskFiles:
         self.folder.close()
 
     def let_go(self) -> None:
-        """In a forked child: close its copies of the descriptors. The lock may be held
-        by a thread that is not there.
-        """
+        """In a forked child: close the copies of the descriptors, without the lock."""
         for opened in self._open.values():
             os.close(opened.fd)
         self._open.clear()
@@ -226,9 +220,7 @@ def _write_all(fd: int, vectors: Sequence[memoryview], offset: int) -> int:
 
 
 def _write_one_after_the_other(fd: int, views: Sequence[memoryview]) -> None:
-    """Write views without padding, from the beginning of a file on, past the page
-    cache or not.
-    """
+    """Write views, without padding, from the beginning of a file on."""
     chunk = aligned_memory(_CHUNK_BYTES)
     filled = written = 0
 

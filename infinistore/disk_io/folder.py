@@ -138,8 +138,7 @@ class DiskFolder:
         self.superblock_fd = self.fd = -1
 
     def discard(self) -> None:
-        """Close a folder that is not used after all, and remove what was made for it.
-        What has ever been written stays."""
+        """Close a folder that is not used after all, and remove what was made."""
         with suppress(OSError):
             if self.fd >= 0 and not self.superblock():
                 self.wipe()
@@ -148,9 +147,7 @@ class DiskFolder:
         self.close()
 
     def let_go(self) -> None:
-        """In a forked child: close its copies, which would keep the lock after the
-        parent's end.
-        """
+        """In a forked child: close the copies, which would keep the lock."""
         self.close()
 
 
@@ -356,8 +353,7 @@ def _check_room(folder: DiskFolder, size_bytes: int, wanted_bytes: dict[int, int
 
 @contextmanager
 def _explained(path: Path, *, missing: str = "") -> Iterator[None]:
-    """Say of an error of the system what to do about it; `missing`, if it is that
-    something does not exist."""
+    """Say what to do about an error of the system; `missing` is for ENOENT."""
     try:
         yield
     except OSError as error:
@@ -370,8 +366,7 @@ _NOT_A_TENANT: Final = {TENANTS, "lost+found"}
 
 
 class TenantFolders:
-    """The folders `tenants` on several disks, locked by this process. Its methods
-    block."""
+    """The locked folders `tenants` on several disks. Methods block."""
 
     def __init__(self, disks: Sequence[Path]) -> None:
         """Create what is missing, and lock it.
@@ -434,8 +429,7 @@ class TenantFolders:
                 ) from error
 
     def close(self) -> None:
-        """Unlock the disks, and remove what was made and has stayed empty;
-        idempotent."""
+        """Unlock the disks, and remove new folders that stayed empty; idempotent."""
         while self._made:
             with suppress(OSError):
                 self._made.pop().rmdir()

@@ -205,9 +205,7 @@ class Piece:
     first: int | None
 
     def hash_blocks(self, transferred_bytes: int) -> None:
-        """After a read: hash the whole views that were read in full, if that is asked
-        for.
-        """
+        """After a read: hash the whole views that were read in full, if wanted."""
         job = self.transfer.job
         if self.first is None or not self.transfer.checksums:
             return
@@ -331,9 +329,7 @@ class DiskThreads:
             self._complete(work, errno.ENODEV, 0, [])
 
     def join(self, *, timeout_s: float) -> bool:
-        """After `stop`: wait for the threads. The last one closes the files. Returns
-        False if one of them hangs.
-        """
+        """After `stop`: wait for the threads; False if one of them hangs."""
         deadline = self._clock() + timeout_s
         for thread in self._threads:
             thread.join(max(0.0, deadline - self._clock()))

@@ -202,9 +202,7 @@ class ClientConnection:
         return await self.reply_to(request)
 
     async def _read_refusal(self) -> InfiniStoreException | None:
-        """Return the error that the server sent before the connection broke, or
-        None.
-        """
+        """Return the error that came before the connection broke, or None."""
         with suppress(ProtocolError, StoreUnavailable):
             frame = await self._reader.read_head()
             if frame is not None and KINDS[frame[0].kind] is ErrorReply:

@@ -98,9 +98,7 @@ def structure_function(cls: type[Any], *, of_newer: bool = False) -> Callable[[A
 
 
 def unstructure_function(cls: type[Any], minor: int = MINOR) -> Callable[[Any], Any]:
-    """Return the function that makes a map of fields for a peer of this minor
-    version.
-    """
+    """Return the function that makes a map of fields for this minor version."""
     since = {field.name: field.metadata.get("since", 0) for field in attrs.fields(cls)}
     optional: Any = {name: override(omit_if_default=True) for name, version in since.items() if version}
     if not optional:
@@ -405,8 +403,7 @@ _HTTP = b"HTTP"
 _TLS = (b"\x15\x03", b"\x16\x03")  # how an alert and a handshake begin
 _MAX_DEADLINE_US = 2**63
 SHORT_BODY_BYTES = 1024
-"""Up to this length, a body is decoded before it is checked: whatever is in it, it does
-not take much memory."""
+"""A body up to this length takes little memory, and is decoded before it is checked."""
 _MOST_BYTES_OF_KEY = MAX_KEY_BYTES + 64  # with all numbers that belong to it
 _MOST_OTHER_BYTES = 64 * 1024
 _FIXMAP = 0x80  # how msgpack begins a map of up to 15
@@ -595,9 +592,7 @@ def decode_notices(data: bytes, cls: type[_Notice]) -> Iterator[_Notice]:
 
 
 def _short_map(body: memoryview) -> dict[Any, Any] | None:
-    """Decode a short body that is as it should be, in half the time; None if
-    `_flat_map` is to decide.
-    """
+    """Decode a short, plain body in half the time; None: `_flat_map` is to decide."""
     if not 0 < len(body) <= SHORT_BODY_BYTES:
         return None
     try:
@@ -647,9 +642,7 @@ def _map_maker(most: int) -> Callable[[list[tuple[Any, Any]]], dict[Any, Any]]:
 
 
 def _list_counter(most: int) -> Callable[[list[Any]], list[Any]]:
-    """Return the hook that counts the lists of one body and refuses more than
-    `most`.
-    """
+    """Return the hook that refuses more than `most` lists in one body."""
     left = most
 
     def count_list(items: list[Any]) -> list[Any]:

@@ -7,8 +7,7 @@ from infinistore.protocol.codec import ALIGNMENT_BYTES, HEADER_BYTES, Header, he
 from infinistore.protocol.effects import Fill, LongBody, Receive, ReceiveDescriptors, Span
 
 READ_AHEAD_BYTES = 68 * 1024
-"""How much one `Receive` of heads asks for: a block of 64 KiB and its checksum come
-together with their head."""
+"""How much one `Receive` of heads asks for: a head, 64 KiB and their checksum."""
 
 
 class FrameReader:
@@ -122,9 +121,7 @@ class FrameReader:
         return memoryview(head)
 
     async def read_payload(self, span: Span, progress: Callable[[Span], None] | None = None) -> None:
-        """Fill the span with the next bytes; call `progress` whenever some have
-        arrived.
-        """
+        """Fill the span with the next bytes; report `progress` as they arrive."""
         ahead = min(self._end - self._start, span.remaining)
         if ahead:
             span.copy_in(self._buffer[self._start : self._start + ahead])
@@ -153,9 +150,7 @@ class FrameReader:
         return self._end - self._start
 
     async def read_ahead(self, count: int) -> None:
-        """Read until the next `count` bytes have been read ahead, if the buffer has
-        room for them at all.
-        """
+        """Read until `count` bytes are read ahead, if the buffer has room for them."""
         if count <= len(self._buffer):
             await self._fill(count)
 
@@ -171,9 +166,7 @@ class FrameReader:
             count -= got
 
     async def _fill(self, length: int, descriptors: list[int] | None = None) -> bool:
-        """Read until the buffer has `length` bytes; False if the stream ended
-        before.
-        """
+        """Read until the buffer has `length` bytes; False at the end of the stream."""
         have = self._end - self._start
         if have >= length:
             return True

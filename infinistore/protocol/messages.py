@@ -75,8 +75,7 @@ class Request(Message):
     """Asks a server for something, or tells it something."""
 
     REPLY: ClassVar[type[Reply] | None] = None
-    """What answers it, unless an `ErrorReply` does. None: it has no reply, and the
-    client does not wait."""
+    """What answers it, unless an `ErrorReply` does; None: nothing does."""
 
     def of_older_server(self) -> Any:
         """Return the result where the server does not know this request.
@@ -101,8 +100,7 @@ class StoreRequest(Generic[_T_co]):
     moves_blocks: ClassVar[bool] = False
     """Whether it moves blocks, so that it takes one of the connections for those."""
     waits: ClassVar[bool] = False
-    """Whether the server may wait for something, so that it takes a connection that
-    nobody else queues for."""
+    """Whether the server may wait, so that it takes a connection of its own."""
     pins: ClassVar[bool] = False
     """Whether what it pins may outlive the call."""
     kept: Any = None
@@ -131,9 +129,7 @@ class KeyedRequest(BatchRequest[list[_T]]):
     __slots__ = ()
 
     def merge(self, parts: Iterable[tuple[Sequence[int], Sequence[_T]]]) -> list[_T]:
-        """Put the results of parts, each with its positions, into the order of the
-        keys.
-        """
+        """Put results, each with its positions, into the order of the keys."""
         merged: list[Any] = [None] * len(self.keys)
         for positions, results in parts:
             for position, result in zip(positions, results, strict=True):
@@ -194,8 +190,7 @@ class Prefetched:
     reading: int
     """How many blocks are being read from disk, or will be, the first ones first."""
     skipped: int = 0
-    """How many more are on disk and are not read, because reading ahead has a bounded
-    part of the pool."""
+    """How many are on disk and are not read: reading ahead has a bounded room."""
     hold: str = ""
 
 
@@ -413,9 +408,7 @@ class Exists(Request, KeyedRequest[bool]):
     touch: bool = False
 
     def merge(self, parts: Iterable[tuple[Sequence[int], Sequence[bool]]]) -> Found:
-        """Put the results of parts into the order of the keys, and add up what is on
-        disk.
-        """
+        """Put results into the order of the keys, and add up what is on disk."""
         parts = list(parts)
         on_disk = sum(found.on_disk for _, found in parts if isinstance(found, Found))
         return Found.partly_on_disk(super().merge(parts), on_disk)

@@ -110,9 +110,7 @@ class ServerConnection:
         return self._accept(*frame)
 
     def take(self) -> Received | None:
-        """Return the next request if its head has come, else None; errors are those of
-        `receive`.
-        """
+        """Return the next request if its head has come, else None; see `receive`."""
         transitions = self.state.server
         if not transitions.listens:
             transitions.check_listens()
@@ -128,9 +126,7 @@ class ServerConnection:
         return self._reader.room
 
     def arrived(self, count: int) -> None:
-        """Note that the next bytes of the stream, so many, are in `room`; 0 is its
-        end.
-        """
+        """Note that so many bytes are in `room`; 0 is the end of the stream."""
         if not count:
             self.state = self.state.server[Event.END]
         self._reader.arrived(count)
@@ -230,9 +226,7 @@ class ServerConnection:
     async def reply(
         self, message: Reply, payload: Sequence[memoryview] = (), *, descriptors: Sequence[int] = ()
     ) -> None:
-        """Send the reply to the last request, with payload and descriptors, in one
-        call.
-        """
+        """Send the reply to the last request with all that belongs to it."""
         views = self.begin_reply(message, payload)
         await (SendDescriptors(views, descriptors) if descriptors else Send(views))
         self.end_reply()

@@ -141,15 +141,11 @@ class RemovalTable:
         return not found or max(found) <= min(counts) or not any(map(gt, found, counts))
 
     def are_unchanged(self, entries: "slice | list[int]", count: int) -> bool:
-        """Return whether all blocks with these entries, known as of `count`,
-        have keys.
-        """
+        """Return whether all blocks of these entries have had keys since `count`."""
         return max(self._at(entries), default=0) <= count
 
     def entries_of(self, places: Sequence[int]) -> "slice | list[int]":
-        """Return the entries of these offsets: a slice, which is faster, if evenly
-        spaced.
-        """
+        """Return the entries of these offsets: a slice, if evenly spaced, is faster."""
         entries = self._entries(places)
         if len(entries) > 1 and entries == list(range(entries[0], entries[-1] + 1, max(1, entries[1] - entries[0]))):
             return slice(entries[0], entries[-1] + 1, entries[1] - entries[0])
@@ -182,9 +178,7 @@ class HazardTable:
 
     @property
     def closed(self) -> bool:
-        """Whether the server looks at it no longer: new hazards protect nothing
-        then.
-        """
+        """Whether the server ignores it, so that new hazards protect nothing."""
         return bool(self.numbers[0])
 
     def add(self, places: Numbers, sizes: Numbers, checksums: Numbers) -> int | None:
@@ -274,9 +268,7 @@ class Hazards:
 def _rows(
     reads: list[int], places: list[int], lengths: list[int], checksums: list[int], reads_after: list[int]
 ) -> list[tuple[int, int, int, int, int]]:
-    """Combine columns to rows, without those that are empty or changed during
-    the look.
-    """
+    """Combine columns to rows, without those that are empty or changed meanwhile."""
     if max(places, default=0) < pack_offset(1, 0):  # usual, and faster
         rows = list(zip(repeat(0), places, lengths, checksums, reads))  # the first has no end
     else:
@@ -324,9 +316,7 @@ class TouchLog:
 
     @property
     def waiting_bytes(self) -> int:
-        """The number of bytes appended since the last `take`, at most the log's
-        size.
-        """
+        """The number of bytes since the last `take`, at most the log's size."""
         if self._counts[2] == self._done:  # usual
             return 0
         return min(self._counts[2] - self._done & _MOST, LOG_BYTES)  # type: ignore[no-any-return]
@@ -367,9 +357,7 @@ class CommitWord:
         fence()
 
     def checksums_of(self, reservation: int, count: int) -> list[int] | None:
-        """Return `count` checksums if this reservation has been committed, else
-        None.
-        """
+        """Return `count` checksums if this reservation was committed, else None."""
         if self.word[4] != reservation:
             return None
         return self.checksums[:count].tolist()  # type: ignore[no-any-return]

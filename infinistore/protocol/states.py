@@ -30,9 +30,7 @@ class Event(enum.StrEnum):
 
 
 class Transitions(dict[Event, "State"]):
-    """The events that may happen in one state at one end, and the states that
-    follow.
-    """
+    """The events that may happen in a state of one end, and the states that follow."""
 
     def __init__(self, end: str, state: "State", follows: Mapping[Event, "State"]) -> None:
         super().__init__(follows)

@@ -42,9 +42,7 @@ from infinistore.transports.rdma.devices import (
 
 
 class NoRdma(Exception):
-    """RDMA cannot be used here; the message says why and what would help, in one line:
-    `problem; remedy`.
-    """
+    """RDMA cannot be used here. The message is one line: `problem; remedy`."""
 
     def __init__(self, problem: str, remedy: str = "") -> None:
         super().__init__(f"{problem}; {remedy}" if remedy else problem)
@@ -61,9 +59,7 @@ class UnknownDevice(NoRdma):
 
 
 class UnusableDevice(NoRdma):
-    """The device is there, but this process may not open it, or it is of a kind that
-    has no connected queue pairs.
-    """
+    """This process may not open the device, or it has no connected queue pairs."""
 
 
 class WrongLink(NoRdma):
@@ -88,9 +84,7 @@ class Wanted:
     """IB or Ethernet."""
     hint_gid_index: int = -1
     near: Address | None = None
-    """An address of this machine that the peer is known to reach, such as that of the
-    control connection.
-    """
+    """A local address that the peer reaches, such as the control connection's."""
     peer: Address | None = None
     """The address of that peer."""
     place: Place | None = None
@@ -238,9 +232,7 @@ def judge_port(device: RdmaDevice, wanted: Wanted) -> RdmaPort:
 
 
 def judge_gids(system: RdmaSystem, port: RdmaPort, wanted: Wanted = Wanted()) -> list[GidVerdict]:
-    """Say of each GID of a port, in the table's order, whether it can be used here, and
-    what speaks for it.
-    """
+    """Say of each GID of a port, in order, whether it can be used, and why."""
     return [_judge_gid(system, gid, wanted) for gid in port.gids]
 
 

@@ -41,9 +41,7 @@ Address = IPv4Address | IPv6Address
 
 
 class Link(enum.Enum):
-    """What a port is connected by. The value is the kernel's word; `flag` is that of
-    --link-type.
-    """
+    """What connects a port. The value is the kernel's word, `flag` --link-type's."""
 
     INFINIBAND = "InfiniBand"
     ETHERNET = "Ethernet"
@@ -81,9 +79,7 @@ class Gid:
     value: IPv6Address
     kind: GidKind
     interface: str | None = None
-    """The network interface that it belongs to. It may be of another network namespace,
-    and so not in `interfaces`.
-    """
+    """Its network interface, which may be of another network namespace."""
 
     @property
     def address(self) -> Address:
@@ -102,17 +98,13 @@ class RdmaPort:
 
     number: int
     link: Link | None
-    """None if the kernel calls it neither: such devices have no queue pairs that
-    connect.
-    """
+    """None for other links, whose devices have no queue pairs that connect."""
     state: str
     """ACTIVE, DOWN, INIT (no subnet manager yet), ARMED, or ACTIVE_DEFER."""
     physical_state: str = ""
     """LinkUp, Polling, Disabled, ..."""
     lid: int = 0
-    """Address in an InfiniBand subnet; 0 on Ethernet, and before a subnet manager has
-    given one.
-    """
+    """Address in an InfiniBand subnet; 0 on Ethernet, and before it is given."""
     rate: str = ""
     gids: tuple[Gid, ...] = ()
 
@@ -156,13 +148,9 @@ class RdmaDevice:
     is_software: bool = False
     """Soft-RoCE (rxe) and soft iWARP (siw): no card behind it."""
     verbs_node: str | None = None
-    """The character device through which programs reach it, such as
-    /dev/infiniband/uverbs0; None if there is none.
-    """
+    """The device file for programs, such as /dev/infiniband/uverbs0, if any."""
     may_open: bool = True
-    """Whether that is there, and this process may read and write it. In containers it
-    is often missing.
-    """
+    """Whether this process may read and write it. Containers often lack it."""
 
 
 @attrs.frozen
@@ -183,16 +171,12 @@ class RdmaSystem:
 
 
 def there_is_rdma(root: Path = ROOT) -> bool:
-    """Whether there is an RDMA device at all. Quick: to be asked before anything slow
-    is imported.
-    """
+    """Whether there is an RDMA device at all. Quick, for use before slow imports."""
     return any(True for _ in _entries(root / _DEVICES))
 
 
 def read_system(root: Path = ROOT) -> RdmaSystem:
-    """Read all devices, and the network interfaces and addresses of this network
-    namespace. Never raises.
-    """
+    """Read devices, interfaces and addresses of this namespace. Never raises."""
     nodes = {_text(path / "ibdev"): path.name for path in _entries(root / _VERBS) if path.name.startswith("uverbs")}
     devices = [_device(root, folder, nodes.get(folder.name)) for folder in _entries(root / _DEVICES)]
     return RdmaSystem(
@@ -204,17 +188,13 @@ def read_system(root: Path = ROOT) -> RdmaSystem:
 
 
 def pci_place(address: str, root: Path = ROOT) -> Place | None:
-    """Return where a device of the PCI bus is, such as 0000:17:00.0; None if there is
-    none.
-    """
+    """Return where a PCI device is, such as 0000:17:00.0; None if there is none."""
     folder = root / _PCI / address
     return _place(root, folder) if folder.exists() else None
 
 
 def roce_mtu_bytes(interface_mtu_bytes: int) -> int:
-    """Return the MTU that RoCE gets over an interface: the largest of 256 to 4096 that
-    fits a frame with headers.
-    """
+    """Return the MTU of RoCE over an interface: 256 to 4096, fitting with headers."""
     fitting = [size for size in (4096, 2048, 1024, 512, 256) if size <= interface_mtu_bytes - _ROCE_HEADERS_BYTES]
     return fitting[0] if fitting else 256
 
@@ -241,9 +221,7 @@ def _device(root: Path, folder: Path, verbs_node: str | None) -> RdmaDevice:
 
 
 def _place(root: Path, folder: Path) -> Place:
-    """Where the device of a folder is. Of devices of no bus, such as software, it says
-    nothing.
-    """
+    """Where the device of a folder is: empty for software, which is on no bus."""
     node = _number(folder / "numa_node")
     numa_node = node if node is not None and node >= 0 else None
     try:
@@ -280,9 +258,7 @@ def _gids(port: Path, link: Link | None) -> Iterator[Gid]:
 
 
 def _gid_values(folder: Path) -> Iterator[tuple[int, IPv6Address]]:
-    """The entries that are not empty. By system calls: a table has up to 1024 entries,
-    and almost all are empty.
-    """
+    """The GIDs that are not empty: few of up to 1024, so by plain system calls."""
     try:
         folder_fd = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
     except OSError:
@@ -315,9 +291,7 @@ def _interface(folder: Path) -> Interface:
 
 
 def _addresses(root: Path) -> frozenset[Address] | None:
-    """The local addresses, of this network namespace alone: /proc/net is that of
-    whoever reads it.
-    """
+    """The local addresses of the network namespace that this process is in."""
     routes = _text(root / "proc/net/fib_trie")
     if not routes:
         return None
@@ -355,9 +329,7 @@ def _entries(folder: Path) -> list[Path]:
 
 
 def _text(path: Path) -> str:
-    """What a file holds. An attribute that has no value now answers EINVAL, one that is
-    gone ENOENT or ENODEV.
-    """
+    """The text of a file; empty if the attribute has no value, or is gone."""
     try:
         return path.read_text(encoding="utf-8", errors="replace").strip()
     except OSError:

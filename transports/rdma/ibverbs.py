@@ -89,9 +89,7 @@ def load_pyverbs(load: Callable[[str], Any] = import_module) -> Pyverbs:
 
 @contextmanager
 def _without_log_settings() -> Iterator[None]:
-    """Take back what importing pyverbs does to the root logger: it calls
-    `logging.basicConfig`.
-    """
+    """Undo the `logging.basicConfig` that importing pyverbs calls."""
     root = logging.getLogger()
     handlers, level = list(root.handlers), root.level
     try:
@@ -140,9 +138,7 @@ class WorkRequests:
 
 
 class QueueParts(NamedTuple):
-    """What a queue pair is made of: itself, its completion queue, and the channel that
-    tells of completions.
-    """
+    """A queue pair, its completion queue, and the channel that tells of completions."""
 
     pair: Any
     completions: Any
@@ -176,9 +172,7 @@ class OpenPort(Protocol):
 
 
 class VerbsQueue:
-    """A queue pair. See `infinistore.transports.rdma.verbs.Queue` for what its methods
-    promise.
-    """
+    """A queue pair, as `infinistore.transports.rdma.verbs.Queue` describes."""
 
     def __init__(self, pyverbs: Pyverbs, device: OpenPort, parts: QueueParts, *, serves: bool) -> None:
         self.fd = parts.fd
@@ -247,9 +241,7 @@ class VerbsQueue:
         self._completions.req_notify()
 
     def take_events(self) -> None:
-        """Take what made `fd` readable, and acknowledge it: a queue with events left
-        cannot be destroyed.
-        """
+        """Take and acknowledge events: with any left, it cannot be destroyed."""
         while True:
             try:
                 self._channel.get_cq_event(self._completions)
@@ -283,16 +275,12 @@ def timeout_exponent(dead_after_s: float) -> int:
 
 
 def gid_text(gid: str) -> str:
-    """Return 32 hexadecimal digits in groups of four, as pyverbs and people read
-    them.
-    """
+    """Return 32 hexadecimal digits in groups of four, as pyverbs reads them."""
     return ":".join(gid[first : first + 4] for first in range(0, 32, 4))
 
 
 MOST_REQUESTS = 4 * CHAIN
-"""Work requests in one queue pair: four batches in flight hide the time that posting
-the next one takes.
-"""
+"""Work requests in one queue pair: four batches in flight hide the time of posting."""
 LONGEST_BYTES = 1 << 30
 """In one work request, if the device allows as much."""
 EVENT_DESCRIPTOR = "anon_inode:[infinibandevent]"
@@ -413,9 +401,7 @@ class VerbsDevice:
         return self._keep(memory, address)
 
     def register_dmabuf(self, fd: int, offset: int, length: int) -> "VerbsRegion":
-        """Register memory of another device. pyverbs gives it addresses that begin at
-        `offset`.
-        """
+        """Register memory of another device, at addresses from `offset` on."""
         enums, mr = self._pyverbs.enums, self._pyverbs.mr
         access = enums.IBV_ACCESS_LOCAL_WRITE | enums.IBV_ACCESS_REMOTE_READ | enums.IBV_ACCESS_REMOTE_WRITE
         if not hasattr(mr, "DmaBufMR"):
@@ -475,9 +461,7 @@ class VerbsDevice:
         return channel, fd
 
     def work(self, operation: Operation) -> WorkRequests:
-        """The work requests that all queue pairs of this device post: a device has
-        copied them when a post returns.
-        """
+        """The work requests of all queue pairs: posting copies them."""
         return self._work[operation]
 
     def forget(self, queue: VerbsQueue) -> None:
@@ -485,9 +469,7 @@ class VerbsDevice:
         self._queues.discard(queue)
 
     def look_again(self) -> None:
-        """Choose the port's address again: GIDs come and go with the network's
-        addresses.
-        """
+        """Choose the port's address again: GIDs change with the network's addresses."""
         with suppress(NoRdma):  # then it stays as it was, and fails as it did
             self.port = self._choose_again()
 
@@ -505,9 +487,7 @@ class VerbsDevice:
         atexit.unregister(self.close)
 
     def abandon(self) -> None:
-        """In a forked child: keep every object for ever, since destroying it would
-        destroy the parent's.
-        """
+        """In a forked child: keep all objects for ever, which are the parent's."""
         self._closed = True
         for region in self._regions:
             region.abandon()

@@ -16,9 +16,7 @@ _ADDRESS = attrgetter("address")
 
 
 class RemoteSpan:
-    """A span of memory that a device knows, from `address` to `end`; `shift` leads from
-    a local address to the peer's.
-    """
+    """A registered span. `shift` leads from a local address to the peer's."""
 
     def __init__(self, address: int, length: int, region: Region) -> None:
         self.address = address
@@ -28,9 +26,7 @@ class RemoteSpan:
         self._region = region
 
     def close(self) -> None:
-        """Unregister: when this returns, no peer reads or writes here any more.
-        Idempotent.
-        """
+        """Unregister: no peer reads or writes here afterwards. Idempotent."""
         self._region.close()
 
 
@@ -44,9 +40,7 @@ class RegisteredSpan(RemoteSpan):
         super().__init__(address, len(view), device.register(address, len(view), remote=True, writable=self.writable))
 
     def close(self) -> None:
-        """Unregister: when this returns, no peer reads or writes here any more.
-        Idempotent.
-        """
+        """Unregister: no peer reads or writes here afterwards. Idempotent."""
         super().close()
         self.view = memoryview(b"")
 
@@ -133,9 +127,7 @@ class Staging:
 
 
 class _Buffer(ctypes.Structure):
-    """The fields of Py_buffer that are read; the rest is space for what the interpreter
-    keeps there.
-    """
+    """The fields of Py_buffer that are read, and room for the rest."""
 
     _fields_ = (("address", ctypes.c_void_p), ("rest", ctypes.c_byte * 120))
 

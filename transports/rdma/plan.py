@@ -18,15 +18,11 @@ from operator import add
 from typing import NamedTuple, TypeAlias
 
 Piece: TypeAlias = tuple[int, int, int, int, int]
-"""One work request: local address, local key, remote address, remote key, length in
-bytes.
-"""
+"""One work request: local address and key, remote address and key, length in bytes."""
 
 
 class Placement(NamedTuple):
-    """The blocks of a batch on one side: the address of each, and the key of its
-    memory.
-    """
+    """The blocks of a batch on one side: the address of each, and its memory's key."""
 
     addresses: Sequence[int]
     keys: Sequence[int]
@@ -102,9 +98,7 @@ class Window:
         return self._next == len(self._pieces) and not self._flying
 
     def next_batch(self) -> Sequence[Piece]:
-        """Return the pieces to post now as one batch; none if the queue is full or
-        everything is posted.
-        """
+        """Return the pieces to post now as one batch; none if it has to wait."""
         count = min(self._batch, len(self._pieces) - self._next)
         if not count or self.in_flight + count > self._depth:
             return ()

@@ -22,9 +22,7 @@ _POLLS = 4  # before it goes to sleep: on real hardware a small batch is done by
 
 
 class Requester:
-    """One connected queue pair of the side that posts reads and writes. It moves one
-    batch at a time.
-    """
+    """A connected queue pair of the side that posts. It moves one batch at a time."""
 
     def __init__(self, queue: Queue, depth: int, place: str) -> None:
         self._queue = queue
@@ -93,9 +91,7 @@ class Requester:
         self._queue.take_events()
 
     def close(self, why: str = "the connection is closed") -> None:
-        """Destroy the queue pair: nothing is read or written for it afterwards.
-        Idempotent.
-        """
+        """Destroy the queue pair: nothing moves for it afterwards. Idempotent."""
         if not self.broken:
             self.broken = why
             trio.lowlevel.notify_closing(self._queue.fd)

@@ -63,9 +63,7 @@ class DeviceLimits:
 
 
 class Completion(NamedTuple):
-    """A batch of work requests that is complete (`status` 0), or a queue pair that has
-    failed.
-    """
+    """A batch that is complete (`status` 0), or a queue pair that has failed."""
 
     batch: int
     status: int
@@ -83,15 +81,11 @@ class Region(Protocol):
     remote_address: int
 
     def close(self) -> None:
-        """Unregister: when this returns, the device no longer touches the memory.
-        Idempotent.
-        """
+        """Unregister: afterwards the device leaves the memory alone. Idempotent."""
 
 
 class Queue(Protocol):
-    """A queue pair of a reliable connection, with its completion queue. `fd` is
-    readable when an event is waiting.
-    """
+    """A queue pair with its completion queue. `fd` is readable when events wait."""
 
     fd: int
     endpoint: Endpoint
@@ -116,17 +110,13 @@ class Queue(Protocol):
         """Return what was completed since the last call."""
 
     def arm(self) -> None:
-        """Make `fd` readable with the next completion. A completion from before this
-        call may not count: poll again.
-        """
+        """Make `fd` readable with the next completion; poll again for earlier ones."""
 
     def take_events(self) -> None:
         """Take what made `fd` readable. Does not wait."""
 
     def close(self) -> None:
-        """Destroy the queue pair: when this returns, neither device moves a byte for
-        it. Idempotent.
-        """
+        """Destroy the queue pair: no byte moves for it afterwards. Idempotent."""
 
 
 class Device(Protocol):
@@ -174,14 +164,10 @@ class Device(Protocol):
         """
 
     def close(self) -> None:
-        """Close everything that was made from the device, then the device.
-        Idempotent.
-        """
+        """Close all that was made from the device, then the device. Idempotent."""
 
     def abandon(self) -> None:
-        """In a forked child: forget the device without a call to it, since it is the
-        parent's.
-        """
+        """In a forked child: forget the device, the parent's, without a call."""
 
 
 _STATUS = {

@@ -103,9 +103,7 @@ class AsyncioSocketStream:
         await until_ready(self.socket)
 
     async def _let_others_run(self) -> None:
-        """Yield, so that a quick peer keeps neither the loop from its other tasks nor
-        this one from its deadline.
-        """
+        """Yield, for the loop's other tasks and for this one's deadline."""
         self._others_ran()  # said before: a receive that is cancelled here again and again must get on some time
         await asyncio.sleep(0)
 
@@ -129,9 +127,7 @@ class AsyncioSocketStream:
                 raise broken(error) from error
 
     def is_stale(self) -> bool:
-        """Whether the peer has closed an idle connection, or sent something
-        unexpected.
-        """
+        """Whether the peer of an idle connection has closed it, or sent something."""
         return looks_stale(self.socket)
 
     def close(self) -> None:

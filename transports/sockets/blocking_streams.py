@@ -35,9 +35,7 @@ _TIMEVAL = struct.Struct("@ll")
 
 
 class BlockingSocketStream:
-    """A connected socket. At `deadline`, on `time.monotonic`, calls raise
-    `TimeoutError`.
-    """
+    """A connected socket. Calls raise `TimeoutError` at the monotonic `deadline`."""
 
     def __init__(self, sock: socket.socket, spin_us: Spin = ADAPTIVE) -> None:
         self.socket = sock
@@ -125,9 +123,7 @@ class BlockingSocketStream:
                 raise broken(error) from error
 
     def is_stale(self) -> bool:
-        """Whether the peer has closed an idle connection, or sent something
-        unexpected.
-        """
+        """Whether the peer of an idle connection has closed it, or sent something."""
         try:
             # The usual case: to receive nothing would raise, which takes longer. The
             # number of a closed socket may be another's by now.

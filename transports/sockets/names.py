@@ -33,14 +33,10 @@ address.
 """
 
 Found: TypeAlias = "list[SocketAddress] | KeptError"
-"""The outcome of a lookup. Several callers may wait for it, so an error is a
-`KeptError`, which each of them raises anew.
-"""
+"""The outcome of a lookup; a `KeptError` is raised anew by each that waits for it."""
 
 NEXT_ADDRESS_AFTER_S: Final = 0.25
-"""How long one address of a host has before the next is tried beside it (RFC 8305,
-section 5).
-"""
+"""How long an address has before the next is tried beside it (RFC 8305, section 5)."""
 _KEPT_S: Final = 10.0
 """How long an attempt goes on after the call that made it, and the answer of a lookup
 is kept after the last call that waited for it.
@@ -146,9 +142,7 @@ class Dialer:
         """What was looked up, and when a call last waited for it."""
 
     def look_up(self, host: str, port: int, now: float) -> Future[Found]:
-        """Do as `look_up`, or return what a call waited for in vain, unless that has
-        been there too long.
-        """
+        """Do as `look_up`, or return a recent lookup that was waited for in vain."""
         answer, waited_at = self._answer or (look_up(host, port), now)
         if not answer.done():
             waited_at = now

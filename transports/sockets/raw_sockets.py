@@ -98,17 +98,13 @@ def receive_with_descriptors(sock: socket.socket, views: Sequence[memoryview], d
 
 
 def peer_user(sock: socket.socket) -> int:
-    """Return the user id of the process that listens at the other end of a Unix socket
-    (SO_PEERCRED of unix(7)).
-    """
+    """Return the user at the other end of a Unix socket (SO_PEERCRED, unix(7))."""
     _, user, _ = _CREDENTIALS.unpack(sock.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size))
     return int(user)
 
 
 def looks_stale(sock: socket.socket) -> bool:
-    """Whether the peer of an idle connection has closed it, or said something that
-    nobody asked for.
-    """
+    """Whether the peer of an idle connection has closed it, or sent something."""
     try:
         sock.recv(1, LOOK)
     except BlockingIOError:

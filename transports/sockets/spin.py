@@ -83,9 +83,7 @@ class Spinner:
             self._alone_since = now
 
     def may_spin(self, stream: object, until: float = 0.0) -> bool:
-        """Whether to spin for a stream: it is alone, and moved bytes lately or will do
-        so until this time.
-        """
+        """Whether to spin: the stream is alone, and moves bytes now or by `until`."""
         now = self.clock()
         return (
             stream is self._last
@@ -96,9 +94,7 @@ class Spinner:
         )
 
     def chance(self, stream: object) -> bool:
-        """Whether the next `spin` for a stream, soon, would spin. If it would be
-        skipped, this has been.
-        """
+        """Whether the next `spin` would spin; if it would be skipped, it has been."""
         return stream is self._last and self._spin_s > 0 and self._takes_chance(self.clock(), 0.0)
 
     def spin(

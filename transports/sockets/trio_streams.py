@@ -146,9 +146,7 @@ _AWAKE = -2
 
 
 class SocketStream:
-    """A connected, non-blocking socket. `infinistore.transports.base.Stream` specifies
-    its methods.
-    """
+    """A connected, non-blocking socket, as `infinistore.transports.base.Stream`."""
 
     def __init__(self, sock: socket.socket, spinner: Spinner | None = None) -> None:
         self.socket = sock
@@ -240,8 +238,7 @@ class SocketStream:
                     return count
 
     def _receive_now(self, views: Sequence[memoryview]) -> int | None:
-        """Receive what is there, or comes while it is worth waiting awake; None if
-        nothing does."""
+        """Receive what is there, or comes while it is worth spinning; else None."""
         count: int | None = None
         if self._has_sent:
             # The peer hardly has an answer to that already: to try would raise.
@@ -265,9 +262,7 @@ class SocketStream:
         return count
 
     def stay_awake(self, seconds: float) -> None:
-        """Spin for up to this time from now on, in short pieces, if the stream may spin
-        at all; 0: do not.
-        """
+        """Spin in short pieces for this time, if the stream may; 0: do not."""
         if self._spinner is not None:
             self._awake_until = self._spinner.clock() + seconds
             self._drowsy = not seconds
@@ -306,9 +301,7 @@ class SocketStream:
     async def receive_descriptors(
         self, views: Sequence[memoryview], descriptors: list[int], deadline: float = math.inf
     ) -> int:
-        """Wait for at least one byte, and take the descriptors that come with it; 0 is
-        the end of the stream.
-        """
+        """Receive at least one byte, and descriptors with it; 0 at the end."""
         while True:
             try:
                 return receive_with_descriptors(self.socket, views, descriptors)
@@ -342,9 +335,7 @@ class SocketStream:
             self.socket.close()
 
     def is_stale(self) -> bool:
-        """Whether the peer has closed an idle connection, or sent something
-        unexpected.
-        """
+        """Whether the peer of an idle connection has closed it, or sent something."""
         return looks_stale(self.socket)
 
     async def _wait(self, until_ready: Callable[[socket.socket], Awaitable[None]], deadline: float = math.inf) -> None:

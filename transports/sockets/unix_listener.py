@@ -21,9 +21,7 @@ Access = Literal["user", "group", "all"]
 MODES: Final[dict[Access, tuple[int, int]]] = {"user": (0o700, 0o600), "group": (0o750, 0o660), "all": (0o755, 0o666)}
 """The modes of a folder that is made for the socket, and of the socket."""
 _NOBODY: Final = 65534
-"""The owner of files of users that a container does not have
-(`/proc/sys/kernel/overflowuid`).
-"""
+"""The owner of files of unknown users in a container (`overflowuid` in /proc)."""
 
 
 class UnixListener(socket.socket):
@@ -134,9 +132,7 @@ def _give(path: Path, group_id: int, group: str | None) -> None:
 
 
 def make_private(folder: Path) -> bool:
-    """Create a folder for this user alone if there is none; return whether it is one,
-    and stays one.
-    """
+    """Create a folder for this user alone; return whether it is one, and stays so."""
     try:
         if _what_others_can_do(folder, "user"):
             return False
@@ -171,9 +167,7 @@ def _check(folder: Path, access: Access) -> None:
 
 
 def _what_others_can_do(folder: Path, access: Access) -> str:
-    """Return how another user could replace a socket in this folder; empty if there is
-    no way.
-    """
+    """Return how another user could replace a socket in this folder, or nothing."""
     trusted = (0, os.getuid(), _NOBODY)
     for path in (folder.absolute(), folder.resolve()):
         for part in (*reversed(path.parents), path):

@@ -284,9 +284,7 @@ class TlsSession:
         return memoryview(self._outgoing.read())
 
     def encrypt(self, span: Span) -> memoryview:
-        """Encrypt the next bytes of a span, and return what to send; call it until none
-        remain.
-        """
+        """Encrypt the next bytes of a span to be sent; call it until none remain."""
         views = span.next_views(_CHUNK_BYTES)
         total = sum(map(len, views))
         if len(views) > 1 and total < len(views) * _RECORD_BYTES:  # each record costs a call
@@ -359,9 +357,7 @@ class TlsSession:
             raise self._failure(error) from error
 
     def is_quiet(self) -> bool:
-        """Whether nothing has come that a caller could read: what TLS says for itself
-        does not count.
-        """
+        """Whether nothing has come that a caller could read."""
         if not self._ahead:
             first = bytearray(1)
             try:
@@ -374,9 +370,7 @@ class TlsSession:
         return False
 
     def end(self) -> memoryview:
-        """Return what tells the peer that nothing more will be sent (close_notify).
-        Receiving goes on.
-        """
+        """Return the end of TLS (close_notify), to be sent. Receiving goes on."""
         if not self.established:
             return memoryview(b"")
         # OpenSSL looks for the peer's end at once, and takes anything else for a fault.
