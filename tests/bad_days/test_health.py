@@ -7,7 +7,7 @@ import threading
 from contextlib import suppress
 
 import pytest
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from infinistore.client.connection.circuit_breaker import CircuitBreaker
@@ -121,15 +121,6 @@ def test_a_cancelled_probe_lets_the_next_call_be_the_probe(health: CircuitBreake
     assert is_open(health)
 
 
-def test_a_probe_that_ended_is_not_dropped_afterwards(health: CircuitBreaker, clock: Clock) -> None:
-    open_circuit(health)
-    clock.now += 1
-    probe = health.check()
-    health.failed(BROKEN, probe)
-    health.dropped(probe)
-    assert is_open(health)
-
-
 def test_a_deadline_that_drops_the_probe_first_still_counts(health: CircuitBreaker, clock: Clock) -> None:
     open_circuit(health)
     clock.now += 1
@@ -137,13 +128,6 @@ def test_a_deadline_that_drops_the_probe_first_still_counts(health: CircuitBreak
     health.dropped(probe)
     health.failed(BROKEN, probe)
     assert wait_for_probe(health, clock)[0] == 2
-
-
-def test_dropping_a_call_that_was_no_probe_changes_nothing(health: CircuitBreaker) -> None:
-    call = health.check()
-    open_circuit(health)
-    health.dropped(call)
-    assert is_open(health)
 
 
 def test_failed_probes_double_the_pause_up_to_fifteen_seconds(health: CircuitBreaker, clock: Clock) -> None:
@@ -197,27 +181,51 @@ def test_pauses_are_spread_but_never_longer_than_said(clock: Clock) -> None:
     assert len(pauses) > 1
 
 
-EVENTS = st.lists(st.sampled_from(["check", "fail", "drop", "succeed", "wait"]), max_size=60)
+EVENTS = st.lists(
+    st.tuples(st.sampled_from(["check", "fail", "break", "drop", "succeed", "wait"]), st.integers(0, 9)), max_size=60
+)
+PROBE: list[tuple[str, int]] = [("break", 0), ("wait", 1), ("check", 0)]
 
 
 @given(EVENTS)
-def test_whatever_happens_nobody_is_locked_out_for_longer_than_the_longest_pause(events: list[str]) -> None:
+@example([("check", 0), *PROBE, ("drop", 0)])
+@example([*PROBE, ("break", 0)])
+@example([*PROBE, *PROBE[1:], ("fail", 0)])
+@example([*PROBE, ("fail", 0), ("wait", 9), ("check", 0), ("drop", 0)])
+@example([*PROBE, ("succeed", 0), ("break", 0), ("fail", 0)])
+def test_only_the_probe_that_is_out_says_when_the_next_one_goes_and_that_is_soon(
+    events: list[tuple[str, int]],
+) -> None:
     clock = Clock()
     health = CircuitBreaker(clock, random.Random(1))
     calls: list[int] = []
-    for event in events:
+    out = -1  # which of the calls is the probe
+    for event, which in events:
+        before = health.open_until
         if event == "check":
             with suppress(StoreUnavailable):
                 calls.append(health.check())
-        elif event == "fail" and calls:
-            health.failed(BROKEN, calls.pop())
-        elif event == "drop" and calls:
-            health.dropped(calls.pop())
-        elif event == "succeed" and calls:
-            calls.pop()
-            health.succeeded()
+                out = -1 if before is None else len(calls) - 1
         elif event == "wait":
-            clock.now += 1
+            clock.now += which
+        elif event == "break":
+            open_circuit(health)
+            assert before is None or health.open_until == before
+        elif calls and event == "succeed":
+            health.succeeded()
+            out = -1
+        elif calls:
+            call = which % len(calls)
+            if event == "drop":
+                health.dropped(calls[call])
+            else:
+                delay_s = health.failed(BROKEN, calls[call])
+                longest_s = 0.02 * 2 ** (health.failures - 1)
+                assert delay_s is None or longest_s / 2 <= delay_s <= longest_s
+            if before is not None and call != out:
+                assert health.open_until == before
+            elif event == "fail":
+                out = -1
     clock.now += LONGEST_PAUSE_S
     assert not is_open(health)
 

@@ -84,10 +84,10 @@ class CircuitBreaker:
                     return delay_s * self._random.uniform(0.5, 1.0)
             elif probe and probe == self._probe:
                 self._pause_s = min(2 * self._pause_s, LONGEST_PAUSE_S)
-                self._probe += 1  # it is back
             else:
                 # it was running when the circuit opened, and says nothing new
                 return None
+            self._probe += 1  # none is out any more
             # Spread out, so that a restarted server is not met by all its clients at
             # once.
             self.open_until = self._clock() + self._pause_s * self._random.uniform(0.75, 1.0)
