@@ -7,7 +7,7 @@ from typing import TypeVar
 
 from infinistore.errors import StoreUnavailable
 from infinistore.protocol.codec import encode_head
-from infinistore.protocol.effects import CHUNK_BYTES, MAX_VIEWS, Exchange, Fill, Receive, Send
+from infinistore.protocol.effects import CHUNK_BYTES, MAX_VIEWS, Exchange, Fill, Receive, ReceiveDescriptors, Send
 from infinistore.protocol.frame_reader import READ_AHEAD_BYTES
 from infinistore.protocol.messages import Message
 
@@ -38,7 +38,10 @@ class Wire:
         self, incoming: bytes = b"", pieces: Iterable[int] = (2**30,), *, sends_until_broken: int | None = None
     ) -> None:
         self.incoming = bytearray(incoming)
+        self._length = len(incoming)
         self.sent = bytearray()
+        self.effects: list[tuple[object, int]] = []
+        """What exchanges have asked for, each time with how much had arrived."""
         self._pieces = cycle(pieces)
         self._sends_left = sends_until_broken
 
@@ -49,7 +52,8 @@ class Wire:
             while True:
                 try:
                     count = 0
-                    if isinstance(effect, Receive):
+                    self.effects.append((effect, self._length - len(self.incoming)))
+                    if isinstance(effect, Receive | ReceiveDescriptors):
                         count = self._receive(effect.views)
                     elif isinstance(effect, Fill):
                         self._fill(effect)
