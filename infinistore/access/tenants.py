@@ -40,9 +40,8 @@ def make_token(tenant: str, random_bytes: Callable[[int], bytes]) -> str:
 
 
 def tenant_of(token: str) -> str:
-    """Return the tenant that a token says it is of; empty if it names none."""
-    name, dot, _ = token.partition(".")
-    return name if dot else ""
+    """Return the tenant that a token says it is of."""
+    return token.partition(".")[0]
 
 
 def digest_of(token: str) -> str:
