@@ -18,6 +18,7 @@ The calls to the driver are in `cuda_runtime`. All decisions are here, and are t
 without a GPU.
 """
 
+import os
 import threading
 from collections.abc import Generator, Sequence
 from contextlib import contextmanager
@@ -95,6 +96,7 @@ class CudaCopies:
         self._pool: list[_Registered] = []
         self._gone: list[_Registered] = []
         self._copying = 0
+        self._pid = os.getpid()
 
     def mark(self, tensor: "torch.Tensor") -> Any:
         """Return an event after this thread's earlier work on the tensor's device.
@@ -222,7 +224,13 @@ class CudaCopies:
             self._unregister_gone()
 
     def close(self) -> None:
-        """Unregister everything, when nothing is being copied any more."""
+        """Unregister everything, when nothing is being copied any more.
+
+        Does nothing in a forked child, where CUDA refuses every call: the memory is
+        registered for the parent.
+        """
+        if os.getpid() != self._pid:
+            return
         with self._lock:
             self._gone += self._pool
             self._pool = []

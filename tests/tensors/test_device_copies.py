@@ -5,6 +5,7 @@ The GPU's part runs here over a CUDA that is faked (`fake_cuda`): what is decide
 tested, the driver is not.
 """
 
+import os
 from collections.abc import Sequence
 
 import numpy as np
@@ -242,6 +243,22 @@ def test_what_was_not_registered_by_us_is_not_unregistered_by_us() -> None:
     engine.use_pool(pool.mapped, CPU)
     engine.close()
     assert fake.count("unregister") == 0
+    pool.close()
+
+
+@pytest.mark.process
+def test_a_forked_child_unregisters_nothing() -> None:
+    """CUDA refuses every call of a forked child."""
+    engine, fake = cuda_with(batches=True)
+    pool = MappedPoolOfTest(1)
+    engine.use_pool(pool.mapped, CPU)
+    child = os.fork()
+    if not child:
+        engine.close()
+        os._exit(fake.count("unregister"))
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+    engine.close()
+    assert fake.count("unregister") == 1
     pool.close()
 
 
