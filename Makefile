@@ -31,7 +31,7 @@ SERVE_BENCH_ARGS ?=
 MINUTES ?= 3
 FIRST_SEED ?= 1
 
-.PHONY: help demo test test-nightly dist docs pictures lock pins audit test-cluster soak-cluster test-deploy test-docs test-packages test-rdma test-integrations ttft serve-bench pyverbs check generate format changelog bench compare bench-guard stress simulate fuzz mutants nightly clean
+.PHONY: help demo test test-nightly dist docs pictures lock pins audit test-cluster soak-cluster test-deploy test-docs test-gpu test-packages test-rdma test-integrations ttft serve-bench pyverbs check generate format changelog bench compare bench-guard stress simulate fuzz mutants nightly clean
 
 help: ## list the targets
 	@sed -nE 's/^([a-z-]+):.*## (.*)/    make \1\t\2/p' $(MAKEFILE_LIST) | expand -t 28
@@ -42,7 +42,7 @@ demo: $(VENV)/.installed-$(if $(findstring --disk,$(DEMO_ARGS)),disk,base) ## se
 
 # bin/pytest, not `python -m pytest`: that would put the top folder on sys.path.
 test: $(TEST_STAMP) ## set up, then run the tests, apart from the long ones, on all cores; PYTEST_ARGS adds arguments, LEVELS="unit or process" chooses
-	TEST_TORCH=$(TEST_TORCH) $(BIN)/pytest -m '$(if $(LEVELS),($(LEVELS)) and )not nightly' -n $(WORKERS) --dist worksteal $(PYTEST_ARGS)
+	TEST_TORCH=$(TEST_TORCH) $(BIN)/pytest -m '$(if $(LEVELS),($(LEVELS)) and )not nightly and not gpu' -n $(WORKERS) --dist worksteal $(PYTEST_ARGS)
 
 test-nightly: $(TEST_STAMP) ## set up, then run the long tests that make test leaves out
 	TEST_TORCH=$(TEST_TORCH) $(BIN)/pytest -m nightly -n $(WORKERS) --dist worksteal $(PYTEST_ARGS)
@@ -71,7 +71,7 @@ mutants: $(if $(GLUE),$(TEST_STAMP),.venvs/mutants/.installed) ## change FILE in
 	@nice -n 19 $(if $(GLUE),$(BIN),.venvs/mutants/bin)/python -m tests.mutants $(if $(GLUE),--glue,$(FILE))
 
 # Hours. Each part is a target, nightly-PART, and runs whatever became of the one before it.
-NIGHTLY := simulate simulate-mutants glue churn stress stress-disk soak-cluster cluster rdma fuzz costs bytecodes deploy docs packages integrations serve-bench python3.12 python3.13 thorough mutants
+NIGHTLY := simulate simulate-mutants glue churn stress stress-disk soak-cluster cluster rdma gpu fuzz costs bytecodes deploy docs packages integrations serve-bench python3.12 python3.13 thorough mutants
 PARTS ?= $(NIGHTLY)
 
 nightly: $(TEST_STAMP) ## the long runs, for hours; PARTS="simulate fuzz" chooses, and make help-nightly lists them
@@ -105,6 +105,8 @@ nightly-cluster: #: all the tests of such a cluster
 	$(MAKE) test-cluster
 nightly-rdma: #: all the tests that need RDMA
 	$(MAKE) test-rdma
+nightly-gpu: #: the tests that need a GPU, or a rehearsal of them without one
+	nvidia-smi -L >/dev/null 2>&1 || export TEST_GPU=cpu; $(MAKE) test-gpu
 nightly-fuzz: #: 20 minutes of each parser
 	$(MAKE) fuzz FUZZ_SECONDS=1200
 nightly-costs: $(TEST_STAMP) #: what operations cost as the work grows
@@ -186,6 +188,10 @@ audit: .venvs/audit/.installed ## compare what requirements/*.lock pin with the 
 
 soak-cluster: $(TEST_STAMP) ## a cluster on hosts of its own with a fault every few seconds, for MINUTES (3), as root; SEED does the same again
 	@$(BIN)/python -m tests.cluster_network.soak --minutes $(MINUTES) $(if $(SEED),--seed $(SEED))
+
+# What other packages warn of is shown, and is no failure: their versions are those of the machine.
+test-gpu: $(TEST_STAMP) ## run tests/gpu, where nvidia-smi finds a GPU; else all of it skips. GPU_POOL (64GiB, or half of the memory) is the largest pool
+	$(BIN)/pytest tests/gpu -W default -W error::pytest.PytestUnraisableExceptionWarning -W error::pytest.PytestUnhandledThreadExceptionWarning $(PYTEST_ARGS)
 
 # What skips without RDMA in `make test` fails here.
 test-rdma: $(VENV)/.installed-test ## set up, then run tests/rdma, in a virtual machine with Soft-RoCE if there is no RDMA here

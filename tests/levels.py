@@ -34,7 +34,7 @@ _WORLD: Final = (
     "bad_days churn cli clients cluster_client cluster_io disk_io doctor dropin integrations monitor server"
     " shards simulation tensors transports"
 )
-_PROCESS: Final = "bench cluster_network deploy documentation end_to_end packages packaging rdma site stress"
+_PROCESS: Final = "bench cluster_network deploy documentation end_to_end gpu packages packaging rdma site stress"
 FOLDERS: Final = {
     folder: level
     for level, folders in (("unit", _UNIT), ("world", _WORLD), ("process", _PROCESS))
