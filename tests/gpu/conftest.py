@@ -26,7 +26,7 @@ def pytest_itemcollected(item: pytest.Item) -> None:
     item.add_marker(pytest.mark.gpu)
 
 
-@pytest.fixture(autouse=True)
+@pytest.fixture(autouse=True, scope="session")
 def gpu() -> None:
     """Skip without a GPU."""
     if reason := why_no_gpu():
