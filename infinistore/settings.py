@@ -154,16 +154,16 @@ def markdown_table(settings: Iterable[Setting]) -> str:
     return "\n".join(lines)
 
 
-def near(name: str, known: Iterable[str], cutoff: float = 0.6) -> str:
+def near(name: str, known: Iterable[str], cutoff: float = 0.6, spell: Callable[[str], str] = str) -> str:
     """Return "; did you mean X or Y?" for the known names nearest to `name`, or an
-    empty string if none is near.
+    empty string if none is near. `spell` tells how a user writes a name.
 
     `cutoff` is how much alike they must be: 1 is the same.
     """
     found = difflib.get_close_matches(name, list(known), n=3, cutoff=cutoff)
     likeness = [difflib.SequenceMatcher(None, name, other).ratio() for other in found]
     found = [other for other, ratio in zip(found, likeness, strict=True) if ratio > likeness[0] - 0.1]
-    return f"; did you mean {' or '.join(found)}?" if found else ""
+    return f"; did you mean {' or '.join(map(spell, found))}?" if found else ""
 
 
 def url_options(url: str) -> dict[str, str]:

@@ -171,8 +171,9 @@ def _explain(error: BaseException) -> tuple[int, str]:
 def _usage_line(error: click.UsageError) -> str:
     where = f"; see `{error.ctx.command_path} --help`" if error.ctx is not None else ""
     if isinstance(error, click.NoSuchOption):
-        known = _flags(error.ctx) if error.ctx is not None else ()
-        return f"there is no flag {error.option_name}{near(error.option_name, known) or where}"
+        known = {flag.lstrip("-"): flag for flag in _flags(error.ctx)} if error.ctx is not None else {}
+        hint = near(error.option_name.lstrip("-"), known, spell=known.__getitem__)
+        return f"there is no flag {error.option_name}{hint or where}"
     if isinstance(error, NoArgsIsHelpError) and error.ctx is not None and isinstance(error.ctx.command, click.Group):
         return f"name a command: {', '.join(error.ctx.command.list_commands(error.ctx))}{where}"
     message = _one_line(error.format_message()).removesuffix(".")

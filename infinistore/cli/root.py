@@ -74,8 +74,17 @@ class _Root(click.RichGroup):
     def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
         names_a_command = not args or not args[0].startswith("-") or args[0] in _OWN_FLAGS
         if not names_a_command or (not args and not ctx.resilient_parsing):
+            if not ctx.resilient_parsing and (command := next((arg for arg in args if arg in COMMANDS), None)):
+                self._check_order(ctx, args[0], command)
             args = ["serve", *args]
         return super().parse_args(ctx, args)
+
+    def _check_order(self, ctx: click.Context, flag: str, command: str) -> None:
+        """Raise UsageError if a flag that `serve` does not have precedes a command."""
+        serve = self.get_command(ctx, "serve")
+        name = flag.partition("=")[0]
+        if serve is not None and not any(name in parameter.opts for parameter in serve.params):
+            raise click.UsageError(f"flags follow the command: infinistore {command} {name}", ctx)
 
     def list_commands(self, ctx: click.Context) -> list[str]:
         return list(COMMANDS)
