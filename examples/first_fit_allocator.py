@@ -10,6 +10,7 @@ Each block takes the first free span that is large enough. To use such a class w
     first-fit = "your_package:FirstFitAllocator"
 """
 
+import sys
 from bisect import insort
 from collections.abc import Iterable, Sequence
 from typing import ClassVar
@@ -100,7 +101,10 @@ def _merged(spans: Iterable[tuple[int, int]]) -> list[tuple[int, int]]:
 
 
 if __name__ == "__main__":
-    from infinistore.allocators.contract import AllocatorContract, broken_rules  # it needs Hypothesis
+    try:
+        from infinistore.allocators.contract import AllocatorContract, broken_rules
+    except ImportError:
+        sys.exit("the contract of allocators needs Hypothesis: pip install hypothesis")
 
     class FirstFit(AllocatorContract):
         """In a test file this would be `TestFirstFit`, and pytest would run it."""

@@ -8,9 +8,12 @@ With a server on another host, the same program works with copies.
 
 import sys
 
-import numpy as np
-
 from infinistore import blocking
+
+try:
+    import numpy as np
+except ImportError:
+    sys.exit("this example needs numpy: pip install numpy")
 
 SHAPE = (16, 2048)  # tokens, numbers each
 

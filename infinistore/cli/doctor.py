@@ -101,9 +101,14 @@ def command(
 def _examine_disks(host: "Host", disks: tuple[Path, ...]) -> "Iterator[Finding]":
     if not disks:
         return
-    from infinistore.disk_io.direct_io import direct_io_works
     from infinistore.doctor import examine_disk
+    from infinistore.doctor.findings import bad
 
+    try:
+        from infinistore.disk_io.direct_io import direct_io_works
+    except ImportError:
+        yield bad("disk", "numpy", "is not installed here, and disks need it", "pip install numpy")
+        return
     for path in disks:
         yield from examine_disk(host, path.absolute(), direct_io_works)
 

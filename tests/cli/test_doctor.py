@@ -3,6 +3,7 @@ leaves behind on a server.
 """
 
 import json
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -48,6 +49,17 @@ def test_a_device_that_is_not_there_ends_with_exit_code_1(doctor: Run) -> None:
     assert done.returncode == 1
     (choice,) = (finding for finding in document(done.stdout)["findings"] if finding["subject"] == "choice")
     assert choice["level"] == "bad"
+
+
+def test_a_disk_without_numpy_is_one_bad_line(doctor: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delitem(sys.modules, "infinistore.disk_io.direct_io", raising=False)
+    monkeypatch.setitem(sys.modules, "numpy", None)
+    done = doctor("--disk", str(tmp_path), "--disk", str(tmp_path / "other"))
+    found = [line for line in done.stdout.decode().splitlines() if line.split()[1] == "disk"]
+    assert [line.split(maxsplit=2)[2] for line in found] == [
+        "numpy: is not installed here, and disks need it -> pip install numpy"
+    ]
+    assert (done.returncode, done.stderr) == (1, b"")
 
 
 def test_each_path_to_a_server_on_this_machine_is_measured(doctor: Run, server: ServerHere) -> None:
