@@ -7,7 +7,7 @@ import trio
 from pictures import recorder, write
 
 from infinistore.demo.display import Display
-from infinistore.demo.prompts import DemoSettings
+from infinistore.demo.prompts import DemoSettings, read_text
 from infinistore.demo.run import run_demo
 
 
@@ -16,9 +16,8 @@ def main() -> None:
     console = recorder(100)
     display = Display(console)
     display.bars.disable = True  # they move, and a picture does not
-    with display:
-        found = trio.run(run_demo, DemoSettings(), display)
-    display.table(found)
+    found = trio.run(run_demo, DemoSettings(), *read_text(DemoSettings()), display)
+    display.conclude(found)
     write(console, "demo", "infinistore demo")
 
 

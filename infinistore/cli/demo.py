@@ -6,8 +6,8 @@ from typing import TYPE_CHECKING, Any, Final
 
 import rich_click as click
 
-from infinistore.cli.failures import NegativeAnswer
-from infinistore.cli.options import json_option
+from infinistore.cli.failures import NegativeAnswer, innermost
+from infinistore.cli.options import SIZE_IN_GB, json_option
 from infinistore.cli.output import console, note, print_json
 from infinistore.demo.prompts import (
     DEFAULT_POOL_BYTES,
@@ -18,21 +18,12 @@ from infinistore.demo.prompts import (
     KVLayout,
     read_text,
 )
-from infinistore.sizes import GIB, format_size, parse_size
+from infinistore.sizes import format_size
 
 if TYPE_CHECKING:
-    from infinistore.demo.display import Found
+    from infinistore.demo.workers import Found
 
-_STOP_SIGNALS: Final = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 _USUAL: Final = DemoSettings()
-
-
-def _pool_size(context: click.Context, parameter: click.Parameter, value: str | None) -> int | None:
-    """Return a size in GB or with a unit, as the server's `--prealloc-size`."""
-    try:
-        return None if value is None else parse_size(value, GIB)
-    except ValueError as error:
-        raise click.BadParameter(f"{value} {error}", context, parameter) from None
 
 
 @click.command()
@@ -42,7 +33,7 @@ def _pool_size(context: click.Context, parameter: click.Parameter, value: str | 
 )  # fmt: skip
 @click.option("--url", metavar="URL", help="Use this running server instead of starting one.")
 @click.option(
-    "--pool-size", "pool_bytes", metavar="SIZE", callback=_pool_size,
+    "--pool-size", "pool_bytes", metavar="SIZE", type=SIZE_IN_GB,
     help=f"Pool of the server to start, in GB or with a unit. Default: {format_size(DEFAULT_POOL_BYTES)}, with a disk "
     f"or with nodes, for each, {format_size(SMALLER_POOL_BYTES)}.",
 )  # fmt: skip
@@ -92,70 +83,66 @@ def command(
 
     Needs about 1.2 GB of memory, or less with a smaller --pool-size.
     """  # fmt: skip
-    if url is not None and pool_bytes is not None:
-        raise click.UsageError(
-            "--pool-size is for the server that the demo starts; the one at --url has its pool already"
-        )
-    if url is not None and disk:
-        raise click.UsageError("--disk is for the server that the demo starts; it does not restart the one at --url")
+    if url is not None and (pool_bytes is not None or disk):
+        flag = "--disk" if pool_bytes is None else "--pool-size"
+        raise click.UsageError(f"{flag} is for the server that the demo starts, not for the one at --url")
     if nodes is not None and (url is not None or disk):
         raise click.UsageError(f"--nodes starts a cluster of its own; leave {'--disk' if url is None else '--url'} out")
-    usual_bytes = SMALLER_POOL_BYTES if disk or nodes else DEFAULT_POOL_BYTES
+    if pool_bytes is None:
+        pool_bytes = SMALLER_POOL_BYTES if disk or nodes else DEFAULT_POOL_BYTES
     layout = KVLayout(layers=layers, chunk_tokens=chunk_tokens, group_chunks=GROUP_CHUNKS if nodes else 0)
-    pool_bytes = usual_bytes if pool_bytes is None else pool_bytes
     settings = DemoSettings(url=url, pool_bytes=pool_bytes, disk=disk, nodes=nodes or 0, layout=layout, **others)
-    prepared = None
+    text = None
     try:
-        prepared = read_text(settings)
-        found = _run(settings, prepared, quiet=as_json)
+        text = read_text(settings)
+        found = _run(settings, *text, quiet=as_json)
     except DemoError as error:
         if as_json:
             print_json({"ok": False, "error": str(error)})
-        if prepared is None:
+        if text is None:
             raise click.UsageError(str(error)) from None
         raise NegativeAnswer(f"the demo failed: {error}") from None
     if as_json:
         print_json(found)
 
 
-def _run(settings: DemoSettings, prepared: tuple[str, list[int]], *, quiet: bool) -> "Found":
-    """Run the demo and print its tables. A signal ends all its processes, then this
+def _run(settings: DemoSettings, source: str, tokens: list[int], *, quiet: bool) -> "Found":
+    """Run the demo and print its table. A signal ends all its processes, then this
     one.
     """
     import trio
 
     from infinistore.demo.display import Display
     from infinistore.demo.run import run_demo
-    from infinistore.demo.workers import expected_error
 
     screen = console()
     screen.quiet = quiet
+    display = Display(screen)
+    outcome: list[Found | signal.Signals] = []
 
-    async def run() -> "Found | signal.Signals":
-        stopped_by: list[signal.Signals] = []
-        found: Found | None = None
+    async def run() -> None:
         # Until the end, so that a second signal does not keep the first from removing
         # what was made.
-        with trio.open_signal_receiver(*_STOP_SIGNALS) as signals:
+        with trio.open_signal_receiver(signal.SIGINT, signal.SIGTERM, signal.SIGHUP) as signals:
+            async with trio.open_nursery() as nursery:
 
-            async def stop_on_signal() -> None:
-                async for number in signals:
-                    stopped_by.append(signal.Signals(number))
+                async def tell() -> None:
+                    with display.bars:
+                        outcome.append(await run_demo(settings, source, tokens, display))
                     nursery.cancel_scope.cancel()
 
-            async with trio.open_nursery() as nursery:
-                nursery.start_soon(stop_on_signal)
-                with Display(screen) as display:
-                    found = await run_demo(settings, display, prepared)
-                display.table(found)
-                nursery.cancel_scope.cancel()
-        return stopped_by[0] if found is None else found
+                nursery.start_soon(tell)
+                async for number in signals:
+                    outcome.append(signal.Signals(number))
+                    nursery.cancel_scope.cancel()
 
     try:
-        outcome = trio.run(run)
+        trio.run(run)
     except BaseExceptionGroup as group:
-        raise expected_error(group) or group from None
-    if isinstance(outcome, signal.Signals):
-        note(f"stopped by {outcome.name}; the server and the workers have ended")
-        raise SystemExit(128 + outcome)
-    return outcome
+        raise innermost(group) from None
+    found = outcome[0]
+    if isinstance(found, signal.Signals):
+        note(f"stopped by {found.name}; the server and the workers have ended")
+        raise SystemExit(128 + found)
+    display.conclude(found)
+    return found

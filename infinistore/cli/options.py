@@ -20,6 +20,7 @@ from infinistore.config import server_settings
 from infinistore.errors import PermissionDenied, StoreUnavailable, TlsFailed
 from infinistore.keys import check_keys
 from infinistore.settings import Setting
+from infinistore.sizes import GIB, parse_size
 
 if TYPE_CHECKING:
     from infinistore.blocking import BlockingStore
@@ -52,15 +53,16 @@ class _Key(_TextToText):
 
 
 class _Size(_TextToSize):
-    """A size in bytes, or with a unit."""
+    """A size with a unit, or in units of `unit_bytes`."""
 
     name = "size"
 
-    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> int:
-        from infinistore.sizes import parse_size
+    def __init__(self, unit_bytes: int = 1) -> None:
+        self.unit_bytes = unit_bytes
 
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> int:
         try:
-            size_bytes = parse_size(value)
+            size_bytes = parse_size(value, self.unit_bytes)
         except ValueError as error:
             self.fail(f"{value} {error}", param, ctx)
         if size_bytes < 1:
@@ -70,6 +72,8 @@ class _Size(_TextToSize):
 
 KEY: Final = _Key()
 SIZE: Final = _Size()
+SIZE_IN_GB: Final = _Size(GIB)
+"""As the sizes of a server's settings."""
 
 
 @attrs.frozen

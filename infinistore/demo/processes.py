@@ -1,11 +1,8 @@
-"""Starts the server, the nodes and the workers as processes, and ends them.
+"""Starts the server or the nodes, etcd and the workers as processes.
 
-Every process belongs to a nursery of the caller. When the nursery is cancelled, by
-Ctrl-C or by a failure, each process gets SIGTERM, and SIGKILL five seconds later if it
-still runs. A process that ends unexpectedly raises `DemoError` with its last output.
-
-A disk, the data of etcd, and the file that lists the nodes without one lie in a
-temporary folder that nobody else may enter, and that is removed at the end.
+Every process belongs to a nursery of the caller. When that is cancelled, each process
+gets SIGTERM, and SIGKILL five seconds later if it still runs. One that ends by itself
+raises `DemoError` with the last line of its standard error.
 """
 
 import json
@@ -13,274 +10,208 @@ import os
 import re
 import shutil
 import socket
-import subprocess
 import sys
 import tempfile
-from collections import deque
-from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager, suppress
 from functools import partial
 from pathlib import Path
+from subprocess import PIPE
 from typing import Self
 
 import trio
-from attrs import define
+from attrs import define, field
 
-from infinistore.demo.prompts import DemoError
-from infinistore.demo.workers import Event, Failed, Finished, Job, LineReader, Ready, Setup, decode, encode
-from infinistore.disk_settings import DiskPlace
+from infinistore.demo.prompts import DemoError, DemoSettings
+from infinistore.demo.workers import Found
 from infinistore.errors import InfiniStoreException
-from infinistore.sizes import MIB, format_size
+from infinistore.sizes import MIB, describe_size, format_size
 
 _START_TIMEOUT_S = 60.0
-_ENDING_S = 0.5
-_ETCD_CHECK_S = 0.05
-_KEPT_LINES = 20
-_ADDRESS = re.compile(r"tcp://127\.0\.0\.1:\d+")
-_DISK_RATIO = 3  # how many times the pool: room for both prompts, and the pool once more
-_SMALLEST_DISK_BYTES = 256 * MIB
 
 
+@define(eq=False)
 class Process:
-    """A child process; the last lines of its standard error are kept for errors."""
+    """A child process; its standard error goes to a file in `folder`."""
 
-    def __init__(self, title: str, process: trio.Process) -> None:
-        assert process.stdin is not None and process.stdout is not None and process.stderr is not None
-        self.title = title
-        self.pid = process.pid
-        self.url = ""
-        """Where a server listens."""
-        self.stdin, self.stdout = process.stdin, LineReader(process.stdout)
-        self._process = process
-        self._stderr = LineReader(process.stderr)
-        self._said: deque[str] = deque(maxlen=_KEPT_LINES)
-        self._stderr_read = trio.Event()
-        self._is_to_end = False
+    title: str
+    folder: Path
+    url: str = ""
+    """Where a server listens."""
+    _unread: bytes = b""
+    _running: trio.CancelScope = field(factory=trio.CancelScope)
+    _over: trio.Event = field(factory=trio.Event)
+    process: trio.Process = field(init=False)
 
-    @classmethod
-    async def start(cls, nursery: trio.Nursery, title: str, command: Sequence[str], hidden: str = "") -> Self:
-        """Start a process, without the variables of the environment that begin with
-        `hidden`: they may be the settings of another server.
+    async def start(self, nursery: trio.Nursery, *command: str) -> Self:
+        """Start it. In the nursery, it raises `DemoError` if it ends by itself."""
+        self.process = await nursery.start(self._run, command)
+        return self
+
+    async def _run(self, command: Sequence[str], *, task_status: trio.TaskStatus[trio.Process]) -> None:
+        # The variables may be the settings of another server.
+        hidden = ("INFINISTORE_", "ETCD_")
+        variables = {name: value for name, value in os.environ.items() if not name.startswith(hidden)}
+        log = self.folder / f"{self.title}.log"
+        with log.open("wb") as errors, self._running:
+            try:
+                run = partial(trio.run_process, stdin=PIPE, stdout=PIPE, stderr=errors, check=False, env=variables)
+                status = (await run(command, task_status=task_status)).returncode
+            finally:
+                self._over.set()
+            how = f"was killed by signal {-status}" if status < 0 else f"ended with exit status {status}"
+            said = log.read_text(errors="replace").strip().splitlines() or ["it said nothing"]
+            raise DemoError(f"the {self.title} process {how}: {said[-1].strip()}")
+
+    async def end(self, *, kill: bool = False) -> None:
+        """End the process: in an orderly way, or as a lost machine does."""
+        self._running.cancel()
+        if kill:
+            self.process.kill()
+        await self._over.wait()
+
+    async def next_line(self) -> str:
+        """Return the next line of standard output; never, if it has ended."""
+        assert self.process.stdout is not None
+        while b"\n" not in self._unread:
+            if not (data := await self.process.stdout.receive_some()):
+                await trio.sleep_forever()  # until the nursery is cancelled by the error that says why
+            self._unread += data
+        line, _, self._unread = self._unread.partition(b"\n")
+        return line.decode(errors="replace")
+
+    async def ask(self, order: Found, on_event: Callable[[str, Found], None]) -> Found:
+        """Give a worker an order, pass its events to `on_event`, and return the last of
+        them: `ready` or `finished`. One order at a time.
         """
-        environment = {name: value for name, value in os.environ.items() if not hidden or not name.startswith(hidden)}
-        pipe = subprocess.PIPE
-        run = partial(trio.run_process, stdin=pipe, stdout=pipe, stderr=pipe, check=False, env=environment)
-        process = cls(title, await nursery.start(run, command))
-        nursery.start_soon(process._keep_stderr)
-        return process
-
-    async def _keep_stderr(self) -> None:
-        """Read standard error until its end: a full pipe would block the child."""
-        try:
-            while (line := await self._stderr.next_line()) is not None:
-                self._said.append(line.decode(errors="replace").strip())
-        finally:
-            self._stderr_read.set()
-
-    async def ended(self) -> DemoError:
-        """Wait for the end of the process. Returns a description of it."""
-        status = await self._process.wait()
-        with trio.move_on_after(1):  # a grandchild could keep the pipe open
-            await self._stderr_read.wait()
-        how = f"was killed by signal {-status}" if status < 0 else f"ended with exit status {status}"
-        last = next((line for line in reversed(self._said) if line), "it said nothing")
-        return DemoError(f"the {self.title} process {how}: {last}")
-
-    async def raise_when_ended(self) -> None:
-        """Read the pipe while the process runs; raise `DemoError` when it ends by
-        itself."""
-        while await self.stdout.next_line() is not None:
-            pass
-        if not self._is_to_end:
-            raise await self.ended()
-
-    async def stop(self) -> None:
-        """Tell the process to end in an orderly way, and wait for it."""
-        self._is_to_end = True
-        self._process.terminate()
-        await self.wait()
-
-    async def kill(self) -> None:
-        """End the process without a warning, as a lost machine does."""
-        self._is_to_end = True
-        self._process.kill()
-        await self._process.wait()
-
-    async def wait(self) -> None:
-        """Wait for the end; raise `DemoError` if it is not an orderly one."""
-        if await self._process.wait() != 0:
-            raise await self.ended()
-
-
-async def start_server(
-    nursery: trio.Nursery, pool_bytes: int, *, port: int = 0, title: str = "server", more: Sequence[str] = ()
-) -> Process:
-    """Start a server on a port of this machine, a free one unless it is given, with TCP
-    only; wait until it listens. It raises `DemoError` in the nursery if it ends.
-
-    Raises `DemoError` with the server's own words if it does not start.
-    """
-    command = [sys.executable, "-P", "-m", "infinistore", "--host", "127.0.0.1", "--service-port", str(port)]
-    command += ["--manage-port", "0", "--unix-socket", "off", "--prealloc-size", format_size(pool_bytes), *more]
-    server = await Process.start(nursery, title, command, hidden="INFINISTORE_")
-    with trio.move_on_after(_START_TIMEOUT_S):
-        while (line := await server.stdout.next_line()) is not None:
-            if address := _ADDRESS.search(line.decode(errors="replace")):
-                server.url = address.group()
-                nursery.start_soon(server.raise_when_ended)
-                return server
-        raise await server.ended()
-    raise DemoError(f"the server did not say within {_START_TIMEOUT_S:.0f} s that it listens")
-
-
-class Worker(Process):
-    """A prefill or decode process."""
-
-    async def ask(self, order: Setup | Job, on_event: Callable[[str, Event], None]) -> Event:
-        """Give the worker an order, pass its events to `on_event`, and return the last
-        of them: `Ready` or `Finished`. One order at a time.
-        """
-        with suppress(trio.BrokenResourceError):  # it has ended: that is found out below
-            await self.stdin.send_all(encode(order))
-        while (line := await self.stdout.next_line()) is not None:
-            event = decode(line)
-            assert not isinstance(event, Setup | Job)
+        assert self.process.stdin is not None
+        with suppress(trio.BrokenResourceError):  # it has ended
+            await self.process.stdin.send_all(json.dumps(order).encode() + b"\n")
+        while True:
+            event: Found = json.loads(await self.next_line())
+            if event["event"] == "failed":
+                raise DemoError(f"{self.title}: {event['message']}")
             on_event(self.title, event)
-            if isinstance(event, Failed):
-                raise DemoError(f"{self.title}: {event.message}")
-            if isinstance(event, Ready | Finished):
+            if event["event"] in ("ready", "finished"):
                 return event
-        raise await self.ended()
-
-    async def finish(self) -> None:
-        """Tell the worker that there is no more work, and wait for its end."""
-        await self.stdin.aclose()
-        await self.wait()
 
 
 @define
-class OwnServer:
-    """A server that runs, and the disk that it has, if any."""
+class Servers:
+    """The server, or the nodes of a cluster, that the demonstration runs. All files lie
+    in `folder`.
+    """
 
-    process: Process
-    disk: DiskPlace | None
-    _start: Callable[..., Awaitable[Process]]
+    nursery: trio.Nursery
+    folder: Path
+    settings: DemoSettings
+    say: Callable[[str, str], None]
+    etcd: str = ""
+    """Where nodes register, as `HOST:PORT`; without it a file lists them."""
+    running: dict[str, Process] = field(factory=dict)
+    _states: dict[str, str] = field(factory=dict)
+
+    @property
+    def url(self) -> str:
+        """The URL of the store."""
+        if not self.settings.nodes:
+            return self.settings.url or self.running["server"].url
+        return f"infinistore+etcd://{self.etcd}/demo" if self.etcd else f"infinistore+file://{self.folder}/nodes.json"
+
+    async def start(self, title: str = "server", *flags: str, port: int = 0) -> None:
+        """Start a server on a port of this machine, a free one unless it is given, with
+        TCP only; wait until it listens.
+        """
+        command = [sys.executable, "-P", "-m", "infinistore", "--host", "127.0.0.1", "--service-port", str(port)]
+        command += ["--manage-port", "0", "--unix-socket", "off"]
+        command += ["--prealloc-size", format_size(self.settings.pool_bytes), *flags]
+        note = ""
+        if self.settings.disk:
+            # Room for both prompts, and the pool once more.
+            size_bytes = max(3 * self.settings.pool_bytes, 256 * MIB)
+            command += ["--disk", f"{self.folder}/disk:{format_size(size_bytes)}"]
+            command += ["--disk-wait", "60"]  # however slow the disk is, what it has is to be found
+            note = f", with a disk of {describe_size(size_bytes)}"
+        server = await Process(title, self.folder).start(self.nursery, *command)
+        with trio.move_on_after(_START_TIMEOUT_S):
+            while not (address := re.search(r"tcp://127\.0\.0\.1:\d+", await server.next_line())):
+                pass
+            self.running[title], server.url = server, address.group()
+            return self.say(title, f"process {server.process.pid} listens at {server.url}{note}")
+        raise DemoError(f"the server did not say within {_START_TIMEOUT_S:.0f} s that it listens")
 
     async def restart(self) -> None:
-        """Stop it in an orderly way, and start another one at the same address."""
-        await self.process.stop()
-        self.process = await self._start(port=int(self.process.url.rpartition(":")[2]))
+        """Stop the server in an orderly way, and start another one at its address."""
+        port = int(self.url.rpartition(":")[2])
+        await self.running["server"].end()
+        await self.start(port=port)
 
-
-@asynccontextmanager
-async def own_server(pool_bytes: int, *, disk: bool) -> AsyncIterator[OwnServer]:
-    """Run a server, and end it. If it ends before, that is the error that is raised,
-    whatever went wrong in consequence.
-    """
-    with tempfile.TemporaryDirectory(prefix="infinistore-demo-") as folder:
-        place = DiskPlace(Path(folder, "disk"), max(_DISK_RATIO * pool_bytes, _SMALLEST_DISK_BYTES)) if disk else None
-        # However slow the disk is, what it has is to be found.
-        more = [] if place is None else ["--disk", str(place), "--disk-wait", f"{_START_TIMEOUT_S:.0f}"]
-        async with trio.open_nursery() as nursery:
-            start = partial(start_server, nursery, pool_bytes, more=more)
-            server = OwnServer(await start(), place, start)
-            try:
-                yield server
-            except* (DemoError, InfiniStoreException):
-                with trio.move_on_after(_ENDING_S):
-                    raise await server.process.ended() from None
-                raise
-            nursery.cancel_scope.cancel()  # ends the server
-
-
-class OwnCluster:
-    """Nodes that run, by their names. Make one with `own_cluster`."""
-
-    def __init__(self, nursery: trio.Nursery, pool_bytes: int, folder: Path, etcd: str) -> None:
-        self.nodes: dict[str, Process] = {}
-        self.has_etcd = bool(etcd)
-        """Whether the nodes register in an etcd; else a file lists them."""
-        self._file = folder / "nodes.json"
-        self.url = f"infinistore+etcd://{etcd}/demo" if etcd else f"infinistore+file://{self._file}"
-        self._start = partial(start_server, nursery, pool_bytes)
-        self._states: dict[str, str] = {}
-
-    async def start_node(self, *, warm_up_s: float = 0.0) -> Process:
-        """Start another node. Without etcd, it has joined at once, and is warm after
-        `set_states`.
-
-        Raises `DemoError` if it does not start, and in the nursery if it ends.
+    async def start_node(self, *, warm_up_s: float = 0.0) -> str:
+        """Start another node, and return its name. Without etcd, it has joined at once,
+        and is warm after `set_state`.
         """
         name = f"node-{len(self._states) + 1}"
         flags = ["--cluster", self.url, "--node-id", name, "--node-warm-up", str(warm_up_s)]
-        self.nodes[name] = await self._start(title=name, more=flags if self.has_etcd else ())
+        await self.start(name, *flags if self.etcd else ())
         self.set_state(name, "joining" if warm_up_s else "serving")
-        return self.nodes[name]
-
-    async def kill(self, name: str) -> None:
-        """Kill a node. In etcd it stays until its lease has run out."""
-        await self.nodes.pop(name).kill()
+        return name
 
     def set_state(self, name: str, state: str) -> None:
         """Say in the file that a node has joined, or that it is gone, as an operator
         would. With etcd, the nodes do that."""
         self._states[name] = state
-        if self.has_etcd:
-            return
         nodes = [
             {"id": name, "address": node.url.partition("://")[2], "state": self._states[name]}
-            for name, node in self.nodes.items()
+            for name, node in self.running.items()
         ]
-        new = self._file.with_suffix(".new")
+        new = self.folder / "nodes.new"
         new.write_text(json.dumps({"nodes": nodes}))
-        os.replace(new, self._file)
+        new.replace(self.folder / "nodes.json")
+
+    async def start_etcd(self, program: str) -> None:
+        """Start an etcd, on free ports of this machine; wait until it listens."""
+        with socket.create_server(("127.0.0.1", 0)) as free:
+            port = free.getsockname()[1]
+        clients, peers = f"http://127.0.0.1:{port}", "http://127.0.0.1:0"
+        command = [program, "--name", "demo", "--data-dir", str(self.folder / "etcd"), "--log-level", "error"]
+        command += ["--listen-client-urls", clients, "--advertise-client-urls", clients, "--listen-peer-urls", peers]
+        command += ["--initial-advertise-peer-urls", peers, "--initial-cluster", f"demo={peers}"]
+        etcd = await Process("etcd", self.folder).start(self.nursery, *command)
+        self.etcd = f"127.0.0.1:{port}"
+        self.say("etcd", f"process {etcd.process.pid} listens at {self.etcd}; the nodes register there")
+        with trio.move_on_after(_START_TIMEOUT_S):
+            while True:
+                with suppress(OSError):
+                    return await (await trio.open_tcp_stream("127.0.0.1", port)).aclose()
+                await trio.sleep(0.05)
+        raise DemoError(f"etcd did not take connections within {_START_TIMEOUT_S:.0f} s")
 
 
 @asynccontextmanager
-async def own_cluster(nodes: int, pool_bytes: int, say: Callable[[str, str], None]) -> AsyncIterator[OwnCluster]:
-    """Run a cluster of so many nodes, each with a pool of this size, and end it: first
-    its nodes, then etcd.
+async def own_servers(settings: DemoSettings, say: Callable[[str, str], None]) -> AsyncIterator[Servers]:
+    """Run a server, or as many nodes as the settings name, unless they name a server
+    that runs already; end them, etcd last. If one ends before, that is the error that
+    is raised, whatever went wrong in consequence.
     """
-    with tempfile.TemporaryDirectory(prefix="infinistore-demo-") as folder:
+    with tempfile.TemporaryDirectory(prefix="infinistore-demo-") as folder:  # nobody else may enter it
         async with trio.open_nursery() as around:
-            etcd = ""
-            if program := shutil.which("etcd"):
-                process, etcd = await _start_etcd(around, program, folder)
-                say("etcd", f"process {process.pid} listens at {etcd}; the nodes register there")
-            else:
+            servers = Servers(around, Path(folder), settings, say)
+            if settings.nodes and (program := shutil.which("etcd")):
+                await servers.start_etcd(program)
+            elif settings.nodes:
                 remedy = "on Debian: apt-get install etcd-server"
                 say("cluster", f"etcd is not installed ({remedy}): a file lists the nodes instead")
             async with trio.open_nursery() as nursery:
-                cluster = OwnCluster(nursery, pool_bytes, Path(folder), etcd)
-                for _ in range(nodes):
-                    node = await cluster.start_node()
-                    say(node.title, f"process {node.pid} listens at {node.url}")
-                yield cluster
+                servers.nursery = nursery
+                if not settings.nodes and settings.url is None:
+                    await servers.start()
+                for _ in range(settings.nodes):
+                    await servers.start_node()
+                try:
+                    yield servers
+                except* (DemoError, InfiniStoreException):
+                    if servers.running:  # that one has ended may be the reason, and is said first
+                        await trio.sleep(0.5)
+                    raise
                 nursery.cancel_scope.cancel()
             around.cancel_scope.cancel()
-
-
-async def _start_etcd(nursery: trio.Nursery, program: str, folder: str) -> tuple[Process, str]:
-    """Start an etcd on free ports of this machine, and return where it listens.
-
-    Raises `DemoError` with its own words if it does not start.
-    """
-    with socket.create_server(("127.0.0.1", 0)) as one, socket.create_server(("127.0.0.1", 0)) as other:
-        port, peer_port = one.getsockname()[1], other.getsockname()[1]
-    clients, peers = f"http://127.0.0.1:{port}", f"http://127.0.0.1:{peer_port}"
-    command = [program, "--name", "demo", "--data-dir", str(Path(folder, "etcd")), "--log-level", "error"]
-    command += ["--listen-client-urls", clients, "--advertise-client-urls", clients]
-    command += ["--listen-peer-urls", peers, "--initial-advertise-peer-urls", peers]
-    command += ["--initial-cluster", f"demo={peers}"]
-    etcd = await Process.start(nursery, "etcd", command, hidden="ETCD_")
-    nursery.start_soon(etcd.raise_when_ended)
-    with trio.move_on_after(_START_TIMEOUT_S):
-        while True:
-            try:
-                stream = await trio.open_tcp_stream("127.0.0.1", port)
-            except OSError:
-                await trio.sleep(_ETCD_CHECK_S)
-            else:
-                await stream.aclose()
-                return etcd, f"127.0.0.1:{port}"
-    raise DemoError(f"etcd did not take connections within {_START_TIMEOUT_S:.0f} s")
