@@ -6,10 +6,12 @@ Opening sockets is left to others.
 
 import ipaddress
 import os
+import re
 from pathlib import Path
 from typing import Any, Final
 from urllib.parse import urlsplit
 
+from infinistore.errors import ConfigError
 from infinistore.settings import FALSE_WORDS, TRUE_WORDS, Kind, path
 
 DEFAULT_SERVICE_PORT: Final = 22345
@@ -26,6 +28,26 @@ def is_loopback(host: str) -> bool:
         return host.lower() == "localhost"
 
 
+def refuse_password(url: str) -> None:
+    """Raise `ConfigError`, without showing it, if a URL has a user or a password."""
+    if "@" in re.split("[/?#]", url.partition("://")[2], maxsplit=1)[0]:
+        raise ConfigError(
+            "the URL of a store has no user and no password before its host: give a token as ?token_file=FILE, and"
+            " those of etcd as ?etcd_user=USER&etcd_password_file=FILE"
+        )
+
+
+def without_password(text: str) -> str:
+    """Return the text without what stands between `//` and `@` in its URLs."""
+    return re.sub("//[^/?#@ ]*@", "//...@", text)
+
+
+def in_brackets(written: str) -> str:
+    """Return a hint for an IPv6 address, or part of one, that lacks its brackets."""
+    bare = written.count(":") > 1 and "[" not in written
+    return f"; write an IPv6 address in brackets, as [::1]:{DEFAULT_SERVICE_PORT}" if bare else ""
+
+
 def host_and_port(written: str, default_port: int) -> tuple[str, int]:
     """Read HOST or HOST:PORT; an IPv6 address with a port stands in brackets.
 
@@ -37,7 +59,7 @@ def host_and_port(written: str, default_port: int) -> tuple[str, int]:
         host, port = parts.hostname, parts.port
         (host or "").encode("idna")  # else looking it up raises that
     except ValueError as error:
-        raise ValueError(f"must be HOST:PORT: {error}") from None
+        raise ValueError(f"must be HOST:PORT: {error}{in_brackets(written)}") from None
     if not host or not host.isprintable() or parts.netloc != written or parts.username is not None or port == 0:
         raise ValueError("must be HOST:PORT, such as 10.0.0.7:22345")
     return host, default_port if port is None else port

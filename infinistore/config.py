@@ -17,7 +17,14 @@ from typing import Any, Final, Literal, TypeVar
 
 import attrs
 
-from infinistore.addresses import DEFAULT_SERVICE_PORT, default_socket_path, host_and_port, is_loopback, socket_place
+from infinistore.addresses import (
+    DEFAULT_SERVICE_PORT,
+    default_socket_path,
+    host_and_port,
+    is_loopback,
+    socket_place,
+    without_password,
+)
 from infinistore.disk_settings import ADMISSIONS, SMALLEST_DISK_BYTES, DiskPlace, disk_places
 from infinistore.errors import ConfigError
 from infinistore.host import MOST_NODES, available_memory
@@ -133,7 +140,10 @@ def _structure(config_class: type[Config], raw: dict[str, object], origins: dict
         key = next((key for key in first.keys if key in origins), first.keys[0])
         setting = by_key[key]
         where = origins.get(key, f"{setting.flag} {setting.default_text} (the default)")
-        raise ConfigError(f"{where}: {first.problem}") from None
+        hint = ""
+        if where.startswith(f"{setting.variable}=tcp://"):
+            hint = "; Kubernetes sets it for a service of this name, unless a pod has enableServiceLinks: false"
+        raise ConfigError(f"{without_password(where)}: {first.problem}{hint}") from None
 
 
 def _read_yaml(file: Path, settings: Sequence[Setting]) -> dict[str, object]:

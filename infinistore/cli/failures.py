@@ -5,6 +5,7 @@ The exit codes are an interface for scripts; `infinistore help exit-codes` print
 """
 
 import errno
+import io
 import logging
 import os
 import sys
@@ -94,6 +95,8 @@ def answered(arguments: Sequence[str], invoke: Callable[[Sequence[str], Session]
         sys.stdout = open(os.open(os.devnull, os.O_RDONLY), "w", closefd=False)  # noqa: SIM115 - until the end
     if sys.stderr is None:  # and there is lost
         sys.stderr = open(os.open(os.devnull, os.O_WRONLY), "w", closefd=False)  # noqa: SIM115 - until the end
+    if isinstance(sys.stdout, io.TextIOWrapper):
+        sys.stdout.reconfigure(errors="backslashreplace")  # a key is shown where its characters cannot be
     if logging.lastResort is not None:  # what prints warnings while nobody has set up a log
         logging.lastResort.setFormatter(NoteFormatter())
     try:

@@ -12,7 +12,7 @@ import attrs
 import rich_click as click
 
 from infinistore.cli.options import Target, client_options, json_option, read_given_token
-from infinistore.cli.output import console, note, print_json, print_line
+from infinistore.cli.output import console, note, print_json, print_line, takes_unicode
 
 if TYPE_CHECKING:
     from rich.text import Text
@@ -183,4 +183,4 @@ def _glyphs(*, only_ascii: bool) -> "Glyphs":
     from infinistore.monitor.lines import ASCII, UNICODE
 
     plain = only_ascii or os.environ.get("TERM") == "linux"  # whose font has no bars
-    return ASCII if plain or sys.stdout.encoding.lower().replace("-", "") != "utf8" else UNICODE
+    return ASCII if plain or not takes_unicode() else UNICODE

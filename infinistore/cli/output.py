@@ -22,9 +22,14 @@ if TYPE_CHECKING:
 _WIDTH_OF_A_PIPE: Final = 200  # do not fold tables for programs and files
 
 
+def takes_unicode() -> bool:
+    """Whether standard output can show every character."""
+    return sys.stdout.encoding.lower().replace("-", "") == "utf8"
+
+
 def print_json(document: Any) -> None:
     """Print `document` as JSON on one line of standard output."""
-    sys.stdout.write(json.dumps(document, ensure_ascii=False) + "\n")
+    sys.stdout.write(json.dumps(document, ensure_ascii=not takes_unicode()) + "\n")
 
 
 def print_line(text: str) -> None:

@@ -18,7 +18,7 @@ from urllib.parse import unquote, urlsplit
 
 import attrs
 
-from infinistore.addresses import DEFAULT_SERVICE_PORT
+from infinistore.addresses import DEFAULT_SERVICE_PORT, in_brackets, refuse_password
 from infinistore.client.store_options import StoreOptions
 from infinistore.cluster.locate import CLUSTER_SCHEMES, ClusterUrl, is_cluster_url, parse_cluster_url
 from infinistore.disk_settings import ADMISSIONS, DiskPlace, disk_places
@@ -106,11 +106,13 @@ def parse_url(url: str) -> StoreUrl:
         known = [*SCHEMES, *CLUSTER_SCHEMES]
         hint = near(scheme, known) or f"; known are {', '.join(known)}"
         raise ConfigError(f"unknown scheme {scheme!r} in {url!r}{hint}")
+    refuse_password(url)
     try:
         parts = urlsplit(url)
         port = parts.port
     except ValueError as error:
-        raise ConfigError(f"{url!r} is no URL of a store: {error}") from None
+        host = url.partition("://")[2].partition("?")[0]
+        raise ConfigError(f"{url!r} is no URL of a store: {error}{in_brackets(host)}") from None
     options = url_options(url)
     if scheme == "unix" or (scheme == "shm" and not parts.netloc):
         if parts.netloc or not parts.path:
@@ -118,7 +120,7 @@ def parse_url(url: str) -> StoreUrl:
         return StoreUrl(scheme, "", 0, unquote(parts.path), options)
     if not parts.hostname:
         raise ConfigError(f"{url!r} names no host; write {scheme}://HOST:{DEFAULT_SERVICE_PORT}")
-    if parts.path not in ("", "/") or parts.username is not None:
+    if parts.path not in ("", "/"):
         raise ConfigError(f"{url!r} has more than host, port and options; write {scheme}://HOST:PORT?option=value")
     return StoreUrl(scheme, parts.hostname, DEFAULT_SERVICE_PORT if port is None else port, "", options)
 

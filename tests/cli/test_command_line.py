@@ -2,6 +2,8 @@
 imported.
 """
 
+import io
+import json
 import re
 import subprocess
 import sys
@@ -13,6 +15,7 @@ import rich_click as click
 
 from infinistore import errors
 from infinistore.cli.failures import EXIT_CODES, answered
+from infinistore.cli.output import print_json, print_line
 from infinistore.cli.root import COMMANDS, run
 from infinistore.config import load_server_config, server_settings
 from infinistore.settings import markdown_table
@@ -218,6 +221,34 @@ def test_a_misspelt_variable_is_mentioned_when_the_server_starts(command: Run) -
     assert ended.returncode == 2
     ended = command("--allocator", "none-such", env={"INFINISTORE_SERVCE_PORT": "1"})
     assert b"INFINISTORE_SERVCE_PORT means nothing here; did you mean INFINISTORE_SERVICE_PORT?" in ended.stderr
+
+
+def test_a_variable_that_kubernetes_sets_is_named_with_the_remedy(command: Run) -> None:
+    ended = command(env={"INFINISTORE_MANAGE_PORT": "tcp://10.0.0.1:18080"})
+    assert ended.returncode == 2
+    assert b"between 0 and 65535, or off; Kubernetes sets it" in ended.stderr
+    assert b"enableServiceLinks: false" in ended.stderr
+
+
+def test_a_password_in_a_url_is_not_shown(command: Run) -> None:
+    ended = command("--cluster", "infinistore+etcd://user:secret@host/c")
+    assert ended.returncode == 2
+    assert b"etcd_password_file" in ended.stderr
+    assert b"secret" not in ended.stderr
+
+
+def test_what_a_console_cannot_show_is_escaped(monkeypatch: pytest.MonkeyPatch) -> None:
+    def show(*_: object) -> int:
+        print_line("schlüssel")
+        print_json({"key": "schlüssel"})
+        return 0
+
+    written = io.BytesIO()
+    monkeypatch.setattr(sys, "stdout", io.TextIOWrapper(written, "ascii"))
+    assert answered([], show) == 0
+    line, document = written.getvalue().splitlines()
+    assert line == rb"schl\xfcssel"
+    assert json.loads(document) == {"key": "schlüssel"}
 
 
 def test_version_names_the_program(capsys: pytest.CaptureFixture[str]) -> None:

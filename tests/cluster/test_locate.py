@@ -59,7 +59,7 @@ def test_etcd_is_named_by_its_members_and_the_cluster() -> None:
         ("infinistore+static://a,,b", "lacks a host"),
         ("infinistore+static://a:x", "'a:x' in .* must be HOST:PORT"),
         ("infinistore+static://a:0", "must be HOST:PORT"),
-        ("infinistore+static://user@a", "must be HOST:PORT"),
+        ("infinistore+static://user:secret@a", "no password before its host: give a token"),
         ("infinistore+static://a/b", "must be HOST:PORT"),
         ("infinistore+static://a,a:22345", "names a:22345 twice"),
         ("infinistore+static://a?copies=9", "copies=9 .* must be a whole number between 1 and 8"),
@@ -81,6 +81,7 @@ def test_a_url_that_names_no_cluster_is_refused_in_one_line(url: str, problem: s
     with pytest.raises(ConfigError, match=problem) as refused:
         parse_cluster_url(url)
     assert "\n" not in str(refused.value)
+    assert "secret" not in str(refused.value)
 
 
 def test_the_scheme_tells_a_cluster_from_a_store() -> None:
