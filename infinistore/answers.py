@@ -29,6 +29,8 @@ from infinistore.protocol.messages import (
     Exists,
     ExistsReply,
     Flush,
+    FollowRemovals,
+    FollowRemovalsReply,
     Keys,
     KeysReply,
     ListKeys,
@@ -42,8 +44,6 @@ from infinistore.protocol.messages import (
     PrefetchReply,
     Purge,
     ReleaseHold,
-    Removed,
-    RemovedReply,
     Reply,
     TimesLeft,
     TimesLeftReply,
@@ -168,13 +168,13 @@ Raises:
 """
 
 
-def removals(request: Removed, tiers: Tiers) -> RemovedReply:
+def removals(request: FollowRemovals, tiers: Tiers) -> FollowRemovalsReply:
     """Return what was removed. A key that is on disk, or was put again, is there."""
     core = tiers.core
     core.commit_written()  # which ends the keys whose time is over
     most = min(request.limit, MAX_TOLD_KEYS, core.limits.max_batch_keys)
     told = core.removal_log.told((request.log, request.number), most, tiers.exists)
-    return RemovedReply(*told.place, Keys(told.keys), MISSING if told.missed is None else told.missed)
+    return FollowRemovalsReply(*told.place, Keys(told.keys), MISSING if told.missed is None else told.missed)
 
 
 def evict_in_steps(core: StoreCore, low: float, high: float, cause: EvictionCause) -> Steps[int]:

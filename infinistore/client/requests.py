@@ -20,10 +20,10 @@ from infinistore.kept_errors import KeptError
 from infinistore.protocol.messages import (
     MISSING,
     BatchRequest,
+    FollowRemovals,
+    FollowRemovalsReply,
     KeyedRequest,
     ListKeys,
-    Removed,
-    RemovedReply,
     StoreRequest,
 )
 
@@ -268,7 +268,7 @@ class Followed:
 
 
 @attrs.define
-class FollowRemovals(StoreRequest[Followed]):
+class FollowRemovalsOfNodes(StoreRequest[Followed]):
     """Ask which keys were removed since `places`, which are those of a `view`, and wait
     for one at most `wait_s`.
 
@@ -280,19 +280,19 @@ class FollowRemovals(StoreRequest[Followed]):
     view: View | None = None
     waits: ClassVar[bool] = True
 
-    def at(self, node: str) -> "FollowRemovals":
+    def at(self, node: str) -> "FollowRemovalsOfNodes":
         """Return the request for one node, as if it were all there is."""
         place: Any = self.places.get(node)
-        return FollowRemovals({} if place is None else {"": place}, self.wait_s)
+        return FollowRemovalsOfNodes({} if place is None else {"": place}, self.wait_s)
 
     @property
-    def message(self) -> Removed:
+    def message(self) -> FollowRemovals:
         """What a server by itself is asked."""
         log, number = self.places.get("", (0, 0))
-        return Removed(log, number, wait_us=int(self.wait_s * 1e6))
+        return FollowRemovals(log, number, wait_us=int(self.wait_s * 1e6))
 
 
-def followed(reply: RemovedReply) -> Followed:
+def followed(reply: FollowRemovalsReply) -> Followed:
     """Return what the reply of a server by itself says."""
     missed = None if reply.missed == MISSING else reply.missed
     return Followed({"": (reply.log, reply.number)}, RemovedKeys(reply.keys, missed))

@@ -615,7 +615,7 @@ class Statistics(Request, StoreRequest[Stats]):
 
 
 @_frozen
-class RemovedReply(Reply):
+class FollowRemovalsReply(Reply):
     """Keys that were removed and are not there now, and where to go on.
 
     `missed` removals before these are not known any more; `MISSING` if nobody knows how
@@ -632,7 +632,7 @@ class RemovedReply(Reply):
 
 
 @_frozen
-class Removed(Request):
+class FollowRemovals(Request):
     """Ask which keys were removed since the removal with this number of this log.
 
     If there are none, the server waits up to `wait_us` for one. With `log` 0, it says
@@ -640,7 +640,7 @@ class Removed(Request):
     """
 
     KIND = 0x1B
-    REPLY = RemovedReply
+    REPLY = FollowRemovalsReply
     CAPABILITY = Capability.REMOVALS
     log: int = attrs.field(default=0, validator=_count)
     number: int = attrs.field(default=0, validator=_count)

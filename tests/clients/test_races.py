@@ -14,9 +14,9 @@ import trio
 import trio.testing
 
 from infinistore.client.connection.effects import LatePart, Part
-from infinistore.client.drivers.asyncio_driver import asyncio_at_once
+from infinistore.client.drivers.asyncio_driver import asyncio_gather
 from infinistore.client.drivers.blocking_driver import PartThreads
-from infinistore.client.drivers.trio_driver import trio_at_once
+from infinistore.client.drivers.trio_driver import trio_gather
 from infinistore.client.memory.views import Leased, Watch
 from infinistore.errors import DeadlineExceeded, StoreUnavailable
 from infinistore.kept_errors import KeptError
@@ -119,11 +119,11 @@ class ThreadStore(TrioStore):
 
 
 def carry_out_with_trio(part: Part) -> Any:
-    return trio.run(trio_at_once, [part], clock=trio.testing.MockClock(autojump_threshold=0))[0]
+    return trio.run(trio_gather, [part], clock=trio.testing.MockClock(autojump_threshold=0))[0]
 
 
 def carry_out_with_asyncio(part: Part) -> Any:
-    return asyncio.run(asyncio_at_once([part]))[0]
+    return asyncio.run(asyncio_gather([part]))[0]
 
 
 def carry_out_with_threads(part: Part) -> Any:
@@ -217,7 +217,7 @@ def test_an_unexpected_error_is_raised_as_it_is(store: Any, carry_out: Callable[
 async def test_a_cancelled_call_leaves_nothing_behind_under_trio(autojump_clock: trio.testing.MockClock) -> None:
     first, other = TrioStore(None), TrioStore(None)
     with trio.move_on_after(1):
-        await trio_at_once([Part(first, Exists(Keys(["key"])), None, Late(other))])
+        await trio_gather([Part(first, Exists(Keys(["key"])), None, Late(other))])
     assert (first.calls, other.calls) == (1, 1)
     assert (first.under_way, other.under_way) == (0, 0)
 
@@ -225,7 +225,7 @@ async def test_a_cancelled_call_leaves_nothing_behind_under_trio(autojump_clock:
 def test_a_cancelled_call_leaves_nothing_behind_under_asyncio() -> None:
     async def body() -> None:
         first, other = AsyncioStore(None), AsyncioStore(None)
-        call = asyncio.create_task(asyncio_at_once([Part(first, Exists(Keys(["key"])), None, Late(other))]))
+        call = asyncio.create_task(asyncio_gather([Part(first, Exists(Keys(["key"])), None, Late(other))]))
         while not other.calls:  # noqa: ASYNC110 - any of three kinds of store sets it
             await asyncio.sleep(0)
         call.cancel()

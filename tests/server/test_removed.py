@@ -12,7 +12,7 @@ import infinistore
 from infinistore.access.tenants import digest_of, make_token
 from infinistore.core.removals import MOST_KEYS
 from infinistore.errors import InvalidRequest, PermissionDenied, StoreUnavailable
-from infinistore.protocol.messages import MISSING, Removed, RemovedReply
+from infinistore.protocol.messages import MISSING, FollowRemovals, FollowRemovalsReply
 from infinistore.server.session.requests import MAX_WAIT_S
 from tests.server.running import (
     KIB,
@@ -28,10 +28,10 @@ from tests.server.running import (
 LONG_US = 3_600_000_000
 
 
-async def follow(peer: Peer, reply: RemovedReply | None = None, **fields: Any) -> RemovedReply:
-    asked = Removed(**fields) if reply is None else Removed(reply.log, reply.number, **fields)
+async def follow(peer: Peer, reply: FollowRemovalsReply | None = None, **fields: Any) -> FollowRemovalsReply:
+    asked = FollowRemovals(**fields) if reply is None else FollowRemovals(reply.log, reply.number, **fields)
     answer = await peer.ask(asked)
-    assert isinstance(answer, RemovedReply)
+    assert isinstance(answer, FollowRemovalsReply)
     return answer
 
 
@@ -46,7 +46,7 @@ async def test_a_wait_ends_with_a_removal_and_everybody_hears_of_it(mock_clock: 
     async with running_server() as running, trio.open_nursery() as nursery:
         peers = [await running.peer() for _ in range(3)]
         begins = [await follow(peer, wait_us=LONG_US) for peer in peers]  # at once
-        heard: list[RemovedReply] = []
+        heard: list[FollowRemovalsReply] = []
 
         async def wait(number: int) -> None:
             heard.append(await follow(peers[number], begins[number], wait_us=LONG_US))
@@ -71,7 +71,7 @@ async def test_a_wait_is_over_in_time(autojump_clock: trio.testing.MockClock) ->
             assert await follow(peer, reply, wait_us=wait_us) == reply
             assert trio.current_time() - start == pytest.approx(waited_s)
         start = trio.current_time()
-        answer = await peer.ask(Removed(reply.log, reply.number, wait_us=LONG_US), deadline_us=1_000_000)
+        answer = await peer.ask(FollowRemovals(reply.log, reply.number, wait_us=LONG_US), deadline_us=1_000_000)
         assert answer == reply
         assert trio.current_time() - start < 1.0
         assert running.core.removal_log.waiting == []
@@ -137,7 +137,7 @@ async def test_another_log_is_a_gap_and_a_wrong_number_an_error() -> None:
         other = await follow(peer, log=reply.log + 1, number=7, wait_us=LONG_US)
         assert (other.log, other.number, other.missed) == (reply.log, reply.number, MISSING)
         with pytest.raises(InvalidRequest, match="there have been 0"):
-            await peer.ask(Removed(reply.log, reply.number + 1))
+            await peer.ask(FollowRemovals(reply.log, reply.number + 1))
         assert await follow(peer, reply) == reply
 
 
@@ -145,7 +145,7 @@ async def test_a_drain_ends_a_wait_at_once(autojump_clock: trio.testing.MockCloc
     async with simulated_server() as running, trio.open_nursery() as nursery:
         peer = await running.peer()
         reply = await follow(peer)
-        answers: list[RemovedReply] = []
+        answers: list[FollowRemovalsReply] = []
 
         async def wait() -> None:
             answers.append(await follow(peer, reply, wait_us=LONG_US))

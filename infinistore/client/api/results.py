@@ -8,7 +8,7 @@ it is not asked. Only closing the store ends the iteration.
 from collections.abc import Callable, Mapping
 from typing import Any, Self
 
-from infinistore.client.requests import Followed, FollowRemovals, Place, RemovedKeys
+from infinistore.client.requests import Followed, FollowRemovalsOfNodes, Place, RemovedKeys
 from infinistore.cluster.membership import View
 from infinistore.errors import DeadlineExceeded, StoreUnavailable
 
@@ -48,8 +48,8 @@ class _Following:
         self._places: Mapping[str, Place] = {}
         self._view: View | None = None
 
-    def _request(self) -> FollowRemovals:
-        return FollowRemovals(self._places, self._wait_s, self._view)
+    def _request(self) -> FollowRemovalsOfNodes:
+        return FollowRemovalsOfNodes(self._places, self._wait_s, self._view)
 
     def _take(self, followed: Followed) -> RemovedKeys:
         self._places, self._view = followed.places, followed.view

@@ -13,7 +13,7 @@ from infinistore.client.connection.effects import Outcome, Sleep
 from infinistore.client.requests import (
     EndCopies,
     Followed,
-    FollowRemovals,
+    FollowRemovalsOfNodes,
     ListKeysOfEveryNode,
     RemovedKeys,
 )
@@ -124,7 +124,7 @@ async def statistics(call: CallInView, request: Statistics) -> Stats:
     )
 
 
-async def removed(call: CallInView, request: FollowRemovals) -> Followed:
+async def removed(call: CallInView, request: FollowRemovalsOfNodes) -> Followed:
     """Ask all nodes which keys were removed, and wait a moment for one; tell
     those that no node has.
 
@@ -183,7 +183,7 @@ HANDLERS: Final[Handlers] = {
     messages.Pin: pin,
     messages.Flush: flush,
     messages.Prefetch: prefetch,
-    FollowRemovals: removed,
+    FollowRemovalsOfNodes: removed,
     messages.ListKeys: list_keys,
     ListKeysOfEveryNode: list_keys,
     messages.Evict: evict,

@@ -1,7 +1,7 @@
 """`open_store` for asyncio and uvloop: the store of a server, of a cluster, and the
 embedded one.
 
-`asyncio_at_once` is what `Together` asks for, with the outcomes of `trio_at_once`.
+`asyncio_gather` is what `Together` asks for, with the outcomes of `trio_gather`.
 """
 
 import asyncio
@@ -48,7 +48,7 @@ from infinistore.transports.sockets.spin import Spinner
 _T = TypeVar("_T")
 
 
-async def asyncio_at_once(parts: Sequence[Part]) -> list[Outcome]:
+async def asyncio_gather(parts: Sequence[Part]) -> list[Outcome]:
     """Carry out parts at the same time, under asyncio; return their outcomes in
     order.
     """
@@ -74,7 +74,7 @@ async def _race(part: Part) -> Outcome:
     attempts: list[asyncio.Task[list[Outcome]]] = []
 
     async def ask(late: Sequence[Part]) -> list[Outcome]:
-        found = await asyncio_at_once(late)
+        found = await asyncio_gather(late)
         if hedge.is_full(found) and not over:
             waiting.reschedule(loop.time())
         return found
@@ -162,7 +162,7 @@ class ClusterAsyncioStore(ClusterStore, AsyncStore):
             effect: ClusterEffect = call.send(None)
             while True:
                 if isinstance(effect, Together):
-                    result = await asyncio_at_once(effect.parts)
+                    result = await asyncio_gather(effect.parts)
                 elif isinstance(effect, Background):
                     task = asyncio.create_task(self.drive(effect.work))
                     self._tasks[task] = asyncio.get_running_loop()

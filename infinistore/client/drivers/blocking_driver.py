@@ -2,7 +2,7 @@
 a server, of a cluster, and the embedded one.
 
 `PartThreads` carries out the parts of a `Together`, with the outcomes of
-`trio_at_once`; whoever is interrupted leaves no part behind. Where a part races against
+`trio_gather`; whoever is interrupted leaves no part behind. Where a part races against
 the other copies of its blocks, the caller's thread carries the part out, so that
 nothing else writes to the caller's memory. One thread looks at the clock for all calls
 of a store; those that carry out parts ask the other copies. If these win, the call in
@@ -165,16 +165,16 @@ class _Race:
 
 class BlockingRaces:
     """The races of one store. `begin` has a thread carry out a function, or refuses;
-    `at_once` carries out parts.
+    `gather` carries out parts.
     """
 
     def __init__(
         self,
         begin: Callable[[Callable[[], None]], bool],
-        at_once: Callable[[Sequence[Part]], list[Outcome]],
+        gather: Callable[[Sequence[Part]], list[Outcome]],
     ) -> None:
         self._begin = begin
-        self._at_once = at_once
+        self._gather = gather
         self._due: list[tuple[float, int, _Race]] = []
         self._number = itertools.count()
         self._changed = threading.Condition()
@@ -247,7 +247,7 @@ class BlockingRaces:
         outcomes = None
         try:
             late = race.begin()
-            outcomes = self._at_once(late) if late else None
+            outcomes = self._gather(late) if late else None
         finally:
             race.answered(outcomes)
 

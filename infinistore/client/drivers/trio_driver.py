@@ -3,7 +3,7 @@
 What goes on after a call does so in system tasks, which end with the store: a nursery
 around the caller's `async with` would wrap its errors.
 
-`trio_at_once` is what `Together` asks for. An outcome is what a part returned, or a
+`trio_gather` is what `Together` asks for. An outcome is what a part returned, or a
 `KeptError` of an error of this package; any other error ends the others, and is raised.
 A part that has a hedge races against the other copies of its blocks. Whoever is
 cancelled leaves no part behind.
@@ -52,7 +52,7 @@ from infinistore.transports.sockets.trio_streams import SocketStream, connect_tc
 _T = TypeVar("_T")
 
 
-async def trio_at_once(parts: Sequence[Part]) -> list[Outcome]:
+async def trio_gather(parts: Sequence[Part]) -> list[Outcome]:
     """Carry out parts at the same time, under Trio; return their outcomes in order."""
     if len(parts) == 1:
         return [await _outcome(parts[0])]
@@ -87,7 +87,7 @@ async def _race(part: Part) -> Outcome:
         await trio.sleep(hedge.after_s)
         if late := hedge.begin():
             asks = True
-            others = await trio_at_once(late)
+            others = await trio_gather(late)
             asks = False
             if hedge.is_full(others):
                 waiting.cancel()
@@ -159,7 +159,7 @@ class ClusterTrioStore(ClusterStore, AsyncStore):
             effect: ClusterEffect = call.send(None)
             while True:
                 if isinstance(effect, Together):
-                    result = await trio_at_once(effect.parts)
+                    result = await trio_gather(effect.parts)
                 elif isinstance(effect, Background):
                     trio.lowlevel.spawn_system_task(self._go_on, effect.work, name="infinistore cluster")
                     result = True

@@ -32,7 +32,7 @@ from infinistore.client.options import Options
 from infinistore.client.requests import (
     Batch,
     Followed,
-    FollowRemovals,
+    FollowRemovalsOfNodes,
     check_all_there,
     followed,
     store_closed_error,
@@ -538,7 +538,7 @@ class EmbeddedOperations:
             return False
         return bool(await self.ask(release))
 
-    async def follow_removals(self, request: FollowRemovals) -> Followed:
+    async def follow_removals(self, request: FollowRemovalsOfNodes) -> Followed:
         """Ask which keys were removed, and wait for one."""
         message, log = request.message, self._core.removal_log
         done: Future[None] = Future()
@@ -575,7 +575,7 @@ class EmbeddedOperations:
         requests.Reserve: reserve,
         requests.Commit: commit,
         requests.ReleaseHolds: release_holds,
-        FollowRemovals: follow_removals,
+        FollowRemovalsOfNodes: follow_removals,
         requests.ListKeysOfEveryNode: list_keys_of_every_node,
         Statistics: statistics,
     }

@@ -13,7 +13,7 @@ from infinistore.client.movers.base import Destination, GetPart, Handler, Mover,
 from infinistore.client.movers.channel import Channel, expect
 from infinistore.client.movers.inline import InlineMover
 from infinistore.client.movers.new_blocks import NewBlocks
-from infinistore.client.requests import Batch, Followed, FollowRemovals, followed
+from infinistore.client.requests import Batch, Followed, FollowRemovalsOfNodes, followed
 from infinistore.errors import (
     DeviceMemoryUnreachable,
     DiskFailed,
@@ -473,7 +473,7 @@ class RemoteOperations:
             raise ProtocolError(f"the server answered for {len(result)} of {len(part.keys)} keys")
         return result
 
-    async def follow_removals(self, request: FollowRemovals) -> Followed:
+    async def follow_removals(self, request: FollowRemovalsOfNodes) -> Followed:
         """Ask which keys were removed."""
         return followed(await self.ask(request.message))
 
@@ -499,7 +499,7 @@ class RemoteOperations:
         MatchPrefix: match_prefix,
         requests.ReleaseHolds: release_holds,
         Pin: pin,
-        FollowRemovals: follow_removals,
+        FollowRemovalsOfNodes: follow_removals,
         Prefetch: prefetch,
         ListKeys: list_keys,
         requests.ListKeysOfEveryNode: list_keys,

@@ -19,8 +19,8 @@ from infinistore.errors import InfiniStoreException, LimitExceeded, PermissionDe
 from infinistore.protocol import messages
 from infinistore.protocol.messages import (
     ONE_WAY,
+    FollowRemovals,
     Message,
-    Removed,
 )
 from infinistore.protocol.server_connection import Received
 from infinistore.server.connection import Conversation, Holdings
@@ -33,7 +33,7 @@ _DEADLINE_SHARE = 0.5
 
 
 class RemovalWaits:
-    """The answers to `Removed` on one connection."""
+    """The answers to `FollowRemovals` on one connection."""
 
     def __init__(self, conversation: Conversation) -> None:
         self._conversation = conversation
@@ -47,7 +47,7 @@ class RemovalWaits:
         if self._event is not None:
             self._event.set()
 
-    async def answer(self, request: Removed, received: Received) -> None:
+    async def answer(self, request: FollowRemovals, received: Received) -> None:
         """Reply with what was removed, as soon as something was or the wait is over."""
         wait_s = min(request.wait_us / 1e6, MAX_WAIT_S)
         if received.deadline_us:
@@ -57,7 +57,7 @@ class RemovalWaits:
         while not reply.keys and not reply.missed and reply.log == request.log and not self._hurried:
             if reply.number == request.number and not await self._wait(until):
                 break
-            request = Removed(reply.log, reply.number, request.limit, request.wait_us)
+            request = FollowRemovals(reply.log, reply.number, request.limit, request.wait_us)
             reply = removals(request, self._conversation.tiers)
         await self._conversation.reply(reply)
 
@@ -102,7 +102,7 @@ ROLES: Final[Mapping[type[Message], frozenset[Role]]] = {
     messages.Prefetch: _READ,
     messages.Pin: _WRITE,  # it takes room from everybody
     messages.TimesLeft: _READ,
-    messages.Removed: _READ,
+    messages.FollowRemovals: _READ,
     messages.Mark: _WRITE,
     messages.MapArenas: ALL_ROLES,  # for writing only with WRITE, and none without READ
     messages.MapTables: _EITHER,

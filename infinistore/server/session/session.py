@@ -41,11 +41,11 @@ from infinistore.kept_errors import KeptError
 from infinistore.protocol.messages import (
     ErrorReply,
     Evict,
+    FollowRemovals,
     HelloReply,
     MatchPrefix,
     Message,
     Purge,
-    Removed,
     Reply,
     Statistics,
     StatisticsReply,
@@ -189,7 +189,7 @@ class Session:
             MatchPrefix: self._match_prefix,
             Statistics: self._statistics,
             Touch: self._touch,
-            Removed: self._removed.answer,
+            FollowRemovals: self._removed.answer,
             **handlers,
         }
         giving = context.giving

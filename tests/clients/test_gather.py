@@ -11,9 +11,9 @@ import pytest
 import trio
 
 from infinistore.client.connection.effects import Part
-from infinistore.client.drivers.asyncio_driver import asyncio_at_once
+from infinistore.client.drivers.asyncio_driver import asyncio_gather
 from infinistore.client.drivers.blocking_driver import PartThreads
-from infinistore.client.drivers.trio_driver import trio_at_once
+from infinistore.client.drivers.trio_driver import trio_gather
 from infinistore.errors import DeadlineExceeded, OutOfMemory
 from infinistore.kept_errors import KeptError
 from infinistore.protocol.messages import Exists, Keys
@@ -81,17 +81,17 @@ def check_that_b_failed(outcomes: list[Any]) -> None:
 
 def test_parts_are_under_way_at_the_same_time() -> None:
     async def with_asyncio() -> list[Any]:
-        return await asyncio_at_once(parts(Meeting(asyncio.Event())))
+        return await asyncio_gather(parts(Meeting(asyncio.Event())))
 
-    assert trio.run(trio_at_once, parts(Meeting(trio.Event()))) == [["a"], ["b"], ["c"]]
+    assert trio.run(trio_gather, parts(Meeting(trio.Event()))) == [["a"], ["b"], ["c"]]
     assert asyncio.run(with_asyncio()) == [["a"], ["b"], ["c"]]
 
 
 def test_an_error_is_an_outcome_and_does_not_end_the_others() -> None:
     async def with_asyncio() -> list[Any]:
-        return await asyncio_at_once(parts(Meeting(asyncio.Event(), "b")))
+        return await asyncio_gather(parts(Meeting(asyncio.Event(), "b")))
 
-    check_that_b_failed(trio.run(trio_at_once, parts(Meeting(trio.Event(), "b"))))
+    check_that_b_failed(trio.run(trio_gather, parts(Meeting(trio.Event(), "b"))))
     check_that_b_failed(asyncio.run(with_asyncio()))
 
 
@@ -99,13 +99,13 @@ def test_no_parts_let_other_tasks_run() -> None:
     async def with_trio() -> None:
         with trio.CancelScope() as scope:
             scope.cancel()
-            await trio_at_once([])
+            await trio_gather([])
         assert scope.cancelled_caught
 
     async def with_asyncio() -> None:
         other = asyncio.create_task(asyncio.sleep(0))
-        assert await asyncio_at_once([]) == []
-        assert await asyncio_at_once([]) == []
+        assert await asyncio_gather([]) == []
+        assert await asyncio_gather([]) == []
         assert other.done()
 
     trio.run(with_trio)
