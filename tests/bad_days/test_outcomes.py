@@ -202,7 +202,7 @@ async def wrong_arguments(folder: Path, mock_clock: MockClock) -> list[Outcome]:
     async with place() as (network, store):
         calls: list[Callable[[], Awaitable[object]]] = [
             lambda: store.put("key", b""),
-            lambda: store.put("key", 5),
+            lambda: store.put("key", 5),  # type: ignore[arg-type]
             lambda: store.put_many({"other": NEW, "": NEW}),
             lambda: store.delete(["key", ""]),
         ]

@@ -51,8 +51,15 @@ def test_any_buffer_is_seen_as_its_bytes(data: Any) -> None:
 
 
 def test_a_batch_of_plain_bytes_is_seen_as_each_of_them_is() -> None:
-    plain = [b"abc", bytearray(b"de"), memoryview(b"xfgx")[1:3], array.array("B", b"h"), np.frombuffer(b"ij", np.uint8)]
+    plain: list[Any] = [
+        b"abc",
+        bytearray(b"de"),
+        memoryview(b"xfgx")[1:3],
+        array.array("B", b"h"),
+        np.frombuffer(b"ij", np.uint8),
+    ]
     assert plain_bytes(plain) == [readable(data) for data in plain] == [b"abc", b"de", b"fg", b"h", b"ij"]
+    odd: Any
     for odd in (b"", memoryview(b"abcd")[::2], array.array("i", [1]), np.zeros((2, 2), np.uint8), np.zeros(()), "text"):
         assert plain_bytes([*plain, odd]) is None
     gone = memoryview(b"abc")

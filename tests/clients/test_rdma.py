@@ -208,7 +208,7 @@ async def test_a_pool_that_cannot_be_registered_when_it_grows_does_not_grow() ->
 async def test_without_rdma_registering_checks_its_argument_and_no_more() -> None:
     async with infinistore.open_store() as store:
         with pytest.raises(TypeError):
-            await store.register(5)
+            await store.register(5)  # type: ignore[arg-type]
         with pytest.raises(ValueError, match="empty"):
             await store.register(b"")
         with await store.register(bytearray(10)) as registration:

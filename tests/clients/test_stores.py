@@ -159,8 +159,8 @@ REFUSED: dict[str, tuple[type[Exception], Callable[[BlockingStore], Any]]] = {
     "a key twice in a put": (ValueError, lambda store: store.put_many([("a", b"1"), ("a", b"2")])),
     "an empty value": (ValueError, lambda store: store.put("a", b"")),
     "an empty value among others": (ValueError, lambda store: store.put_many({"a": b"1", "b": b""})),
-    "a text for a value": (TypeError, lambda store: store.put("a", "text")),
-    "nothing for a value": (TypeError, lambda store: store.put("a", None)),
+    "a text for a value": (TypeError, lambda store: store.put("a", "text")),  # type: ignore[arg-type]
+    "nothing for a value": (TypeError, lambda store: store.put("a", None)),  # type: ignore[arg-type]
     "no pairs": (TypeError, lambda store: store.put_many([("a", b"1", b"2")])),  # type: ignore[list-item]
     "keys only": (TypeError, lambda store: store.put_many(["abc"])),  # type: ignore[list-item]
     "no items": (TypeError, lambda store: store.put_many(5)),  # type: ignore[arg-type]

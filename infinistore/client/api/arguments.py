@@ -26,8 +26,9 @@ _LONGEST_TTL_S = 1e9  # 31 years
 _READONLY = attrgetter("readonly")
 REQUIRED: Final[Any] = object()
 """The default of `get` that says that the key must exist."""
-Pairs: TypeAlias = Mapping[str, BufferLike] | Iterable[tuple[str, BufferLike]]
-"""Keys with data or buffers: a mapping, or pairs."""
+Pairs: TypeAlias = Mapping[str, Any] | Iterable[tuple[str, Any]]
+"""Keys with data or buffers, each a `BufferLike`: a mapping, or pairs. Type checkers
+would refuse a mapping of several types of buffer."""
 
 
 def key_list(keys: Iterable[str]) -> Keys:

@@ -16,16 +16,34 @@ import re
 import sys
 from collections.abc import Callable, Collection, Sequence
 from types import TracebackType
-from typing import Any, NamedTuple, Self, TypeAlias
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, Self, TypeAlias
 
 from infinistore.transports import cuda as cuda_driver
 from infinistore.transports.cuda import DeviceMemory
 
+if TYPE_CHECKING:
+    from typing_extensions import Buffer
+
 _FIELD_NAME = re.compile(":[^:]*:")
-BufferLike: TypeAlias = Any
+_as_view: Callable[[Any], memoryview] = memoryview
+
+
+class _Array(Protocol):
+    """A numpy array, whose stubs name no `__buffer__` before Python 3.12."""
+
+    @property
+    def __array_interface__(self) -> Any: ...
+
+
+class _Tensor(Protocol):
+    """A PyTorch tensor."""
+
+    def data_ptr(self) -> int: ...
+
+
+BufferLike: TypeAlias = "Buffer | _Array | _Tensor | DeviceMemory"
 """bytes, bytearray, memoryview, array, mmap, a numpy array, a PyTorch tensor on the
 CPU: contiguous, of any type."""
-_as_view: Callable[[BufferLike], memoryview] = memoryview
 
 
 class OnDevice(ValueError):
@@ -82,7 +100,7 @@ def _bytes_of(data: BufferLike) -> memoryview:
     if torch is not None and isinstance(data, torch.Tensor):
         return _bytes_of_tensor(data, torch)
     try:
-        view = memoryview(data)
+        view = _as_view(data)
     except TypeError:
         if isinstance(data, DeviceMemory):
             raise OnDevice(f"{data!r} is not this process's; move it to the CPU first") from None
