@@ -46,7 +46,7 @@ from infinistore.settings import (
     switch,
     text,
 )
-from infinistore.sizes import GIB, KIB, MIB, format_size
+from infinistore.sizes import GIB, KIB, MIB, DefaultSize, format_size
 
 Config = TypeVar("Config", bound=attrs.AttrsInstance)
 
@@ -241,10 +241,10 @@ _NETWORK, _SHARDS, _MEMORY, _DISK, _EVICTION = "Network", "Shards", "Memory", "D
 _CLUSTER, _RDMA, _SECURITY, _LIMITS, _LOGGING = "Cluster", "RDMA", "Security", "Limits", "Logging"
 
 
-def _default_pool_bytes() -> int:
+def default_pool_bytes() -> DefaultSize:
     """16 GiB, but at most half of the memory available, in whole MiB."""
     available_bytes = available_memory().available_bytes
-    return max(MIB, min(16 * GIB, available_bytes // 2 // MIB * MIB))
+    return DefaultSize(max(MIB, min(16 * GIB, available_bytes // 2 // MIB * MIB)))
 
 
 _POOL_SIZE: Final = size(SMALLEST_POOL_BYTES, _MOST_BYTES, bare_unit_bytes=GIB, bare_unit="GB")
@@ -352,10 +352,10 @@ class ServerConfig:
     prealloc_bytes: int = declare(
         "prealloc_size",
         _POOL_SIZE,
-        _default_pool_bytes,
+        default_pool_bytes,
         "Memory allocated at startup, in GB or with a unit (512MiB, 2GiB, 0.5)",
         group=_MEMORY,
-        default_text="16, or half of the available memory if that is less",
+        default_text="16, or half of the available memory if that is less; a take-over keeps the size",
     )
     minimal_allocate_bytes: int = declare(
         "minimal_allocate_size",

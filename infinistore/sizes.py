@@ -20,6 +20,10 @@ _PATTERN: Final = re.compile(
 )
 
 
+class DefaultSize(int):
+    """A size that the user left to the program."""
+
+
 def parse_size(text: str | float, bare_unit_bytes: int = 1) -> int:
     """Return the number of bytes of `text`.
 

@@ -24,7 +24,7 @@ from infinistore.cli.log_format import set_up_logging
 from infinistore.cli.options import json_option, server_options
 from infinistore.cli.output import note, print_json, print_line
 from infinistore.errors import ConfigError, OutOfMemory
-from infinistore.sizes import describe_size
+from infinistore.sizes import DefaultSize, describe_size
 
 if TYPE_CHECKING:
     from types import FrameType
@@ -179,6 +179,7 @@ def _announce(config: "ServerConfig", addresses: Any, *, as_json: bool) -> None:
 
 def _print_announcement(config: "ServerConfig", addresses: Any, *, as_json: bool) -> None:
     urls = _urls("tcp" if config.tls_cert is None else "infinistores", addresses.tcp)
+    pool_bytes = addresses.pool_bytes or config.prealloc_bytes
     if addresses.unix_socket is not None:
         urls.append(f"unix://{addresses.unix_socket}")
     management = _urls("http" if config.tls_cert is None else "https", addresses.management)
@@ -187,14 +188,14 @@ def _print_announcement(config: "ServerConfig", addresses: Any, *, as_json: bool
             {
                 "listening": urls,
                 "management": management,
-                "pool_bytes": config.prealloc_bytes,
+                "pool_bytes": pool_bytes,
                 "shards": config.shards,
                 "allocator": config.allocator,
                 "numa_node": config.numa_node,
             }
         )
     else:
-        pool = describe_size(config.prealloc_bytes)
+        pool = describe_size(pool_bytes)
         also = f"; management on {' and '.join(management)}" if management else ""
         parts = f" in {config.shards} shards" if config.shards > 1 else ""
         node = "" if config.numa_node is None else f" on NUMA node {config.numa_node}"
@@ -265,6 +266,8 @@ async def tell_of_taking(
     import trio
 
     what = f"taking a pool of {describe_size(pool_bytes)}"
+    if isinstance(pool_bytes, DefaultSize):
+        what += ", the default here (--prealloc-size chooses another size)"
     with scope:
         await trio.sleep(_SILENT_S)
         if not sys.stderr.isatty():  # each line there is JSON

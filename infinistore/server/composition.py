@@ -23,7 +23,7 @@ import trio
 
 from infinistore.access.policy import OneTenant, Policy, TenantPolicy
 from infinistore.allocators import create_allocator
-from infinistore.config import ServerConfig
+from infinistore.config import ServerConfig, default_pool_bytes
 from infinistore.core.arena import Arena
 from infinistore.core.limits import CoreLimits
 from infinistore.core.pool import Pool
@@ -55,6 +55,7 @@ from infinistore.server.take_over.memory import OneStore, PoolLost
 from infinistore.server.take_over.taking import HandoverClient, begin_taking
 from infinistore.server.telemetry import Telemetry
 from infinistore.service_manager import ServiceManager
+from infinistore.sizes import DefaultSize
 from infinistore.tenant_limits import why_no_places
 from infinistore.transports.sockets.spin import Spinner
 from infinistore.version import __version__
@@ -134,6 +135,8 @@ async def run_server(
         else:
             return
         await environment.run_in_thread(forget_kept, manager)  # first, so that its memory is free
+    if isinstance(config.prealloc_bytes, DefaultSize):
+        config = attrs.evolve(config, prealloc_bytes=default_pool_bytes())
     await _run(attrs.evolve(config, take_over=False), handle_signals, environment, on_listening)
 
 
@@ -150,6 +153,8 @@ async def _run(
             reloads.add(tls.reload_and_log)
         manager = environment.service_manager
         taking = await _find_earlier(config, token, manager, resources)
+        if taking is not None:
+            config = taking.config
         # Listen before taking memory: a port in use is known at once. Connections wait
         # until the pool is there.
         listeners = (taking or environment).open_listeners(config, resources)
@@ -168,7 +173,7 @@ async def _run(
                 management = None if taking is not None and taking.serves else manage()
                 shards = await environment.meet_shards(listeners.addresses)
                 giving.refuse(shards=bool(shards))
-                addresses = listeners.addresses
+                addresses = attrs.evolve(listeners.addresses, pool_bytes=config.prealloc_bytes)
                 opening = _Opening(
                     config, addresses, environment, resources, descriptors, taking, parts=len(shards) or 1
                 )

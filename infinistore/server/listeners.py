@@ -40,6 +40,8 @@ class ServerAddresses:
     """Where the management API is; empty if it is off."""
     unix_access: UnixAccess | None = None
     """Who may open the Unix socket; None if nobody but the kernel decides that."""
+    pool_bytes: int = 0
+    """The size of the pool that is served there."""
 
     @property
     def port(self) -> int:

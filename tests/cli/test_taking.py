@@ -8,7 +8,7 @@ import trio
 from trio.testing import MockClock
 
 from infinistore.cli.serve import tell_of_taking
-from infinistore.sizes import GIB, MIB
+from infinistore.sizes import GIB, MIB, DefaultSize
 from tests import warm
 
 
@@ -42,6 +42,8 @@ async def test_on_a_terminal_it_shows_how_much_is_taken_and_leaves_no_trace(
     shown = capsys.readouterr().err.split("\r")
     assert shown[1] == "infinistore: taking a pool of 4 MiB: 25 %"
     assert shown[-1] == "\x1b[K"
+    await told_within(1, DefaultSize(4 * MIB), lambda: MIB)
+    assert "4 MiB, the default here (--prealloc-size chooses another size): 25 %\r" in capsys.readouterr().err
 
 
 WITH_A_CHILD = """

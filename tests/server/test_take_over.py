@@ -30,6 +30,7 @@ from infinistore.protocol.codec import pack_u64
 from infinistore.protocol.messages import Get, Keys, Numbers, Put, PutReply, TakeOver, TakeOverReply, TakeOverStep
 from infinistore.protocol.server_connection import Received
 from infinistore.protocol.versions import MINOR, OFFER, Capability, Offer
+from infinistore.server import composition
 from infinistore.server import server as server_module
 from infinistore.server.composition import run_server
 from infinistore.server.connection import Conversation
@@ -40,6 +41,7 @@ from infinistore.server.take_over import taking as taking_module
 from infinistore.server.take_over.giving import HandoverServer
 from infinistore.server.take_over.memory import OneStore, PoolLost, Taken, decode, make_ownership, take_ownership
 from infinistore.server.take_over.taking import HandoverClient, begin_taking
+from infinistore.sizes import DefaultSize
 from infinistore.transports.base import drive
 from tests.server.http_client import ask
 from tests.server.running import POOL_BYTES, Peer, RunningServer, fill_twice, make_config, running_server, until
@@ -479,6 +481,28 @@ async def test_a_pool_that_does_not_fit_starts_empty(
         assert len(new.core) == 0
         assert [record for record in caplog.records if record.getMessage() == "the cache starts empty"]
         await store.put("key", BLOCK)
+
+
+@pytest.mark.parametrize("default_bytes", [POOL_BYTES // 2, POOL_BYTES * 2])
+async def test_a_size_that_nobody_chose_is_that_of_the_earlier_pool(
+    old: RunningServer, store: AsyncStore, default_bytes: int
+) -> None:
+    """Half of the memory that is available beside the earlier pool says nothing."""
+    await store.put("key", BLOCK)
+    async with running_server(taking_over(old, prealloc_bytes=DefaultSize(default_bytes))) as new:
+        assert [arena.length for arena in new.core.pool.arenas] == [POOL_BYTES]
+        assert new.server.addresses.pool_bytes == POOL_BYTES
+        assert await store.get("key") == BLOCK
+
+
+async def test_a_size_that_nobody_chose_is_found_anew_where_the_earlier_pool_is_lost(
+    old: RunningServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(composition, "default_pool_bytes", lambda: DefaultSize(3 << 20))
+    port, most_bytes = old.server.addresses.port, POOL_BYTES - (1 << 20)
+    less = taking_over(old, service_port=port, prealloc_bytes=DefaultSize(2 << 20), max_pool_bytes=most_bytes)
+    async with running_server(less) as new:
+        assert new.core.pool.capacity_bytes == 3 << 20
 
 
 async def test_a_state_of_a_newer_format_is_refused_and_the_server_serves_on(

@@ -37,7 +37,7 @@ from infinistore.core.pool_state import (
 )
 from infinistore.core.store import StoreCore
 from infinistore.host import free_huge_pages
-from infinistore.sizes import in_units
+from infinistore.sizes import DefaultSize, in_units
 
 _log = logging.getLogger("infinistore.server")
 
@@ -220,6 +220,8 @@ class Adopting:
 
     def __init__(self, config: ServerConfig) -> None:
         self.config = config
+        """The settings of this server; with the size of the earlier pool if they name
+        none."""
         self.lifeline = -1
         self.arenas: dict[str, list[tuple[int, int]]] = {}
         self.groups: list[GroupLayout] = []
@@ -237,6 +239,9 @@ class Adopting:
             return f"the allocator {self.config.allocator} cannot take over what another process has placed"
         if (self.config.tenants is None) != (described is None):
             return f"it was kept by a server with{'out' if described is None else ''} tenants"
+        if isinstance(self.config.prealloc_bytes, DefaultSize):
+            most_bytes = self.config.max_pool_bytes or sum(lengths)
+            self.config = attrs.evolve(self.config, prealloc_bytes=min(sum(lengths), most_bytes))
         if described is None:
             return self.why_not(lengths, self.config.prealloc_bytes)
         try:
