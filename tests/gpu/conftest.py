@@ -26,9 +26,8 @@ def pytest_itemcollected(item: pytest.Item) -> None:
     item.add_marker(pytest.mark.gpu)
 
 
-@pytest.fixture(autouse=True, scope="session")
-def gpu() -> None:
-    """Skip without a GPU."""
+def pytest_runtest_setup() -> None:
+    """Skip without a GPU. Not in a fixture: pytest would print a line for each test."""
     if reason := why_no_gpu():
         pytest.skip(reason)
 
