@@ -11,7 +11,7 @@ __all__ = ["LEFT_OUT"]
 _ENGINE: Final = "it needs vLLM and a model; tests/integrations/vllm serves with it"
 _LMCACHE: Final = "it needs LMCache and a model; tests/integrations/lmcache runs both"
 _SGLANG: Final = "it needs SGLang and a GPU; tests/integrations/sglang runs its cache"
-_GPU: Final = "it needs a GPU; make nightly rehearses it without one"
+_GPU: Final = "it needs a GPU; tests/gpu and tests/bench/test_gpu.py are rehearsed without one"
 _INSTALLS: Final = "it would change the environment that the tests run in; tests/packages and tests/packaging install"
 _CI: Final = "it would run itself; .ci/run does, as tests/packaging asserts"
 _DOCKER: Final = "it needs Docker and an image from a registry; tests/deploy/test_container.py builds with buildah"
@@ -40,6 +40,7 @@ LEFT_OUT: Final[dict[str, dict[str, str]]] = {
     },
     "docs/gpu.md": {
         "make test-gpu": _GPU,
+        "python bench/gpu.py": _GPU,
     },
     "docs/kubernetes.md": {
         "helm install": _KUBERNETES,
