@@ -260,35 +260,27 @@ class ServerConfig:
     """
 
     host: str = declare(
-        "host",
         text("HOST"),
         "127.0.0.1",
         "Address to listen on. Beyond loopback it requires --token-file, --tenants or --insecure",
         group=_NETWORK,
     )
     service_port: int = declare(
-        "service_port",
-        integer(0, 65535, "PORT"),
-        str(DEFAULT_SERVICE_PORT),
-        "Port for clients; 0 selects a free port",
-        group=_NETWORK,
+        integer(0, 65535, "PORT"), str(DEFAULT_SERVICE_PORT), "Port for clients; 0 selects a free port", group=_NETWORK
     )
     manage_host: str = declare(
-        "manage_host",
         text("HOST"),
         "127.0.0.1",
         "Address of the management API. Beyond loopback it requires --token-file, --tenants or --insecure",
         group=_NETWORK,
     )
     manage_port: int | None = declare(
-        "manage_port",
         integer_or_off(0, 65535, "PORT"),
         "18080",
         "Port of the management API (HTTP): metrics, health, purge, evict; 0 selects a free port",
         group=_NETWORK,
     )
     unix_socket: str = declare(
-        "unix_socket",
         socket_place(),
         "auto",
         "Unix socket for clients on this machine, required for shared memory. auto creates it in a folder that only "
@@ -296,7 +288,6 @@ class ServerConfig:
         group=_NETWORK,
     )
     unix_socket_access: str = declare(
-        "unix_socket_access",
         choice("user", "group", "all"),
         "user",
         "Who may open the Unix socket: only the user of the server, also its group, or all users who can enter the "
@@ -304,7 +295,6 @@ class ServerConfig:
         group=_NETWORK,
     )
     shm_writes: str = declare(
-        "shm_writes",
         choice("auto", "on", "off"),
         "auto",
         "Whether clients on this machine may write to the pool; if not, they send their puts. Auto: unless several "
@@ -312,30 +302,28 @@ class ServerConfig:
         group=_NETWORK,
     )
     take_over: bool = declare(
-        "take_over",
         switch(),
         "off",
         "Take the place of the server that listens on the Unix socket, with its cache; without one, start empty",
         group=_NETWORK,
     )
     drain_timeout_s: float = declare(
-        "drain_timeout",
         number(0, 86400, "SECONDS", "seconds"),
         "10",
         "How long a server that is told to stop waits for running requests",
+        key="drain_timeout",
         group=_NETWORK,
     )
     spin_us: int | Literal["adaptive", "off"] | None = declare(
-        "spin_time",
         spinning(10_000),
         None,
         "How long to spin for the next request of a fast client before sleeping. Adaptive: up to 400 microseconds, "
         "while that pays and takes the processor from nobody",
+        key="spin_time",
         group=_NETWORK,
         default_text="adaptive; with --shards off, unless there are two cores for each",
     )
     shards: int = declare(
-        "shards",
         integer(1, MOST_SHARDS, "N"),
         "1",
         "Number of processes that share the work. Each has a part of the pool and a part of each disk. They "
@@ -343,52 +331,39 @@ class ServerConfig:
         group=_SHARDS,
     )
     pin_cores: bool = declare(
-        "pin_cores",
-        switch(),
-        "on",
-        "Keep each shard on a core of its own, if there are two cores for each",
-        group=_SHARDS,
+        switch(), "on", "Keep each shard on a core of its own, if there are two cores for each", group=_SHARDS
     )
     prealloc_bytes: int = declare(
-        "prealloc_size",
         _POOL_SIZE,
         default_pool_bytes,
         "Memory allocated at startup, in GB or with a unit (512MiB, 2GiB, 0.5)",
+        key="prealloc_size",
         group=_MEMORY,
         default_text="16, or half of the available memory if that is less; a take-over keeps the size",
     )
     minimal_allocate_bytes: int = declare(
-        "minimal_allocate_size",
         size(64, GIB, bare_unit_bytes=KIB, bare_unit="KB", multiple_of_bytes=64),
         "64",
         "Allocation unit of the pool, in KB or with a unit; every value takes a whole number of units",
+        key="minimal_allocate_size",
         group=_MEMORY,
     )
     auto_increase: bool = declare(
-        "auto_increase",
-        switch(),
-        "off",
-        "Grow the pool when it is full, up to --max-pool-size",
-        group=_MEMORY,
+        switch(), "off", "Grow the pool when it is full, up to --max-pool-size", group=_MEMORY
     )
     max_pool_bytes: int | None = declare(
-        "max_pool_size",
         _POOL_SIZE,
         None,
         "Largest pool that --auto-increase may reach, in GB or with a unit",
+        key="max_pool_size",
         group=_MEMORY,
         default_text="the available memory of the machine",
     )
-    allocator: str = declare("allocator", text(), "bitmap", "Strategy that places blocks in the pool", group=_MEMORY)
+    allocator: str = declare(text(), "bitmap", "Strategy that places blocks in the pool", group=_MEMORY)
     huge_pages: bool = declare(
-        "huge_pages",
-        switch(),
-        "off",
-        "Back the pool with huge pages, which must be reserved on the machine",
-        group=_MEMORY,
+        switch(), "off", "Back the pool with huge pages, which must be reserved on the machine", group=_MEMORY
     )
     numa_node: int | None = declare(
-        "numa_node",
         integer(0, MOST_NODES - 1, "NODE"),
         None,
         "Keep the threads and the pool on this NUMA node, as far as it has memory; doctor lists the nodes",
@@ -396,16 +371,15 @@ class ServerConfig:
         default_text="any",
     )
     disks: tuple[DiskPlace, ...] = declare(
-        "disk",
         disk_places(),
         tuple,
         "Folder for blocks that memory has no room for, and how much it may take, in GB or with a unit. May be given "
         "several times, once for each disk; elsewhere with commas between them",
+        key="disk",
         group=_DISK,
         default_text="no disk",
     )
     disk_admission: str = declare(
-        "disk_admission",
         choice(*ADMISSIONS),
         "lazy",
         "When a block is written to disk: lazy once a quarter of the pool has been put after it, eager at once, "
@@ -413,14 +387,13 @@ class ServerConfig:
         group=_DISK,
     )
     disk_wait_s: float = declare(
-        "disk_wait",
         number(0, 86400, "SECONDS", "seconds", above=True),
         "5",
         "How long a read waits for blocks on disk; then they count as missing",
+        key="disk_wait",
         group=_DISK,
     )
     cluster: str | None = declare(
-        "cluster",
         _cluster_url(),
         None,
         "URL of the cluster to join, such as infinistore+etcd://h1:2379,h2:2379/CLUSTER",
@@ -428,7 +401,6 @@ class ServerConfig:
         default_text="no cluster",
     )
     node_id: str | None = declare(
-        "node_id",
         _name("ID"),
         None,
         "Name of this server in its cluster. Another server must not have it. Shards are ID/0, ID/1 and so on",
@@ -436,7 +408,6 @@ class ServerConfig:
         default_text="the address it advertises",
     )
     advertise: str | None = declare(
-        "advertise",
         _address(),
         None,
         "Address at which the clients of the cluster reach this server. Without a port, it is that for clients; shards "
@@ -445,14 +416,12 @@ class ServerConfig:
         default_text="--host and --service-port",
     )
     node_weight: int = declare(
-        "node_weight",
         integer(0, 10_000),
         "100",
         "Share of the keys, relative to the other servers of the cluster; 0 for none. Shards divide it",
         group=_CLUSTER,
     )
     node_zone: str | None = declare(
-        "node_zone",
         _name(),
         None,
         "Name of the zone or rack; copies are kept in different ones if there are several",
@@ -460,67 +429,55 @@ class ServerConfig:
         default_text="none",
     )
     node_warm_up_s: float = declare(
-        "node_warm_up",
         number(0, 86400, "SECONDS", "seconds"),
         "30",
         "How long the weight of a server that joins others grows, in five steps",
+        key="node_warm_up",
         group=_CLUSTER,
     )
     node_drain_bytes: int | None = declare(
-        "node_drain_size",
         size(0, _MOST_BYTES, bare_unit_bytes=GIB, bare_unit="GB"),
         None,
         "How much of its hottest blocks a server passes on that drains by `infinistore cluster drain`, in GB or with "
         "a unit",
+        key="node_drain_size",
         group=_CLUSTER,
         default_text="half of the pool",
     )
     node_drain_bytes_per_s: int = declare(
-        "node_drain_rate",
         size(KIB, _MOST_BYTES, bare_unit_bytes=MIB, bare_unit="MB"),
         "256MiB",
         "How much of that it passes on each second, in MB or with a unit",
+        key="node_drain_rate",
         group=_CLUSTER,
     )
     enable_periodic_evict: bool = declare(
-        "enable_periodic_evict",
-        switch(),
-        "off",
-        "Evict every --evict-interval seconds, not only when a put needs space",
-        group=_EVICTION,
+        switch(), "off", "Evict every --evict-interval seconds, not only when a put needs space", group=_EVICTION
     )
     evict_interval_s: float = declare(
-        "evict_interval",
         number(0.001, 86400, "SECONDS", "seconds"),
         "5",
         "Time between two periodic evictions",
+        key="evict_interval",
         group=_EVICTION,
     )
     evict_min_threshold: float = declare(
-        "evict_min_threshold",
         number(0, 1, "FRACTION"),
         "0.6",
         "Periodic eviction stops when this fraction of the pool is in use",
         group=_EVICTION,
     )
     evict_max_threshold: float = declare(
-        "evict_max_threshold",
         number(0, 1, "FRACTION"),
         "0.8",
         "Periodic eviction starts when more than this fraction of the pool is in use",
         group=_EVICTION,
     )
     dev_name: str | None = declare(
-        "dev_name",
-        text("DEVICE"),
-        None,
-        "RDMA device, such as mlx5_0",
-        group=_RDMA,
-        default_text="the first that works, if any",
+        text("DEVICE"), None, "RDMA device, such as mlx5_0", group=_RDMA, default_text="the first that works, if any"
     )
-    ib_port: int = declare("ib_port", integer(1, 255), "1", "Port of the RDMA device", group=_RDMA)
+    ib_port: int = declare(integer(1, 255), "1", "Port of the RDMA device", group=_RDMA)
     link_type: str | None = declare(
-        "link_type",
         choice("IB", "Ethernet"),
         None,
         "Link type of the RDMA device: InfiniBand, or Ethernet for RoCE",
@@ -528,28 +485,19 @@ class ServerConfig:
         default_text="as reported by the device",
     )
     hint_gid_index: int = declare(
-        "hint_gid_index",
-        integer(-1, 255, "INDEX"),
-        "-1",
-        "GID to prefer if it is usable; -1 means no preference",
-        group=_RDMA,
+        integer(-1, 255, "INDEX"), "-1", "GID to prefer if it is usable; -1 means no preference", group=_RDMA
     )
     require_rdma: bool = declare(
-        "require_rdma",
-        switch(),
-        "off",
-        "Refuse to start without RDMA, instead of serving only TCP and shared memory",
-        group=_RDMA,
+        switch(), "off", "Refuse to start without RDMA, instead of serving only TCP and shared memory", group=_RDMA
     )
     rdma_timeout_s: float = declare(
-        "rdma_timeout",
         number(0.01, 60, "SECONDS", "seconds"),
         "0.25",
         "How long an RDMA peer may be silent before it counts as lost; some devices take four times as long",
+        key="rdma_timeout",
         group=_RDMA,
     )
     token_file: Path | None = declare(
-        "token_file",
         path(),
         None,
         "File whose first line is the token that every client must present",
@@ -557,7 +505,6 @@ class ServerConfig:
         default_text="no token",
     )
     tenants: Path | None = declare(
-        "tenants",
         path(),
         None,
         "YAML file with the tenants of this server, their roles, limits and the hashes of their tokens, which "
@@ -566,14 +513,9 @@ class ServerConfig:
         default_text="one tenant",
     )
     insecure: bool = declare(
-        "insecure",
-        switch(),
-        "off",
-        "Let anyone who reaches the port read and write, also beyond loopback",
-        group=_SECURITY,
+        switch(), "off", "Let anyone who reaches the port read and write, also beyond loopback", group=_SECURITY
     )
     manage_allowed_hosts: tuple[str, ...] = declare(
-        "manage_allowed_hosts",
         _host_names(),
         tuple,
         "Names by which the management API of a server without a token is asked, with commas between them. IP "
@@ -582,7 +524,6 @@ class ServerConfig:
         default_text="none",
     )
     tls_cert: Path | None = declare(
-        "tls_cert",
         path(),
         None,
         "File with the certificate of this server and those of its issuers, in PEM: with it, clients that connect "
@@ -591,7 +532,6 @@ class ServerConfig:
         default_text="no TLS",
     )
     tls_key: Path | None = declare(
-        "tls_key",
         path(),
         None,
         "File with the key of --tls-cert, in PEM, without a passphrase",
@@ -599,7 +539,6 @@ class ServerConfig:
         default_text="the file of --tls-cert",
     )
     tls_client_ca: Path | None = declare(
-        "tls_client_ca",
         path(),
         None,
         "File with authorities, in PEM: a client that connects over TCP must show a certificate that one of them has "
@@ -608,7 +547,6 @@ class ServerConfig:
         default_text="clients need none",
     )
     audit_log: str | None = declare(
-        "audit_log",
         text("FILE|-"),
         None,
         "File to which one line of JSON is added for each login, refusal and administrative act; - is stderr",
@@ -616,7 +554,6 @@ class ServerConfig:
         default_text="no file",
     )
     tls_peer_ca: Path | None = declare(
-        "tls_peer_ca",
         path(),
         None,
         "File with authorities, in PEM, that have signed the certificates of the other nodes of the cluster, besides "
@@ -625,7 +562,6 @@ class ServerConfig:
         default_text="no others",
     )
     peer_token_file: Path | None = declare(
-        "peer_token_file",
         path(),
         None,
         "With --tenants and --cluster: file whose first line is the token of a tenant, with which this server asks the "
@@ -634,7 +570,6 @@ class ServerConfig:
         default_text="that of --token-file, or none",
     )
     unix_socket_group: str | None = declare(
-        "unix_socket_group",
         text("GROUP"),
         None,
         "Group whose members may open the Unix socket, by name or number, with --unix-socket-access group. The server "
@@ -643,49 +578,42 @@ class ServerConfig:
         default_text="its own group",
     )
     max_connections: int = declare(
-        "max_connections",
         integer(1, 1_000_000),
         "1024",
         "Maximum number of concurrent connections; further ones are refused",
         group=_LIMITS,
     )
     max_value_bytes: int = declare(
-        "max_value_size", _VALUE_SIZE, "1GiB", "Maximum length of a value, in MB or with a unit", group=_LIMITS
+        _VALUE_SIZE, "1GiB", "Maximum length of a value, in MB or with a unit", key="max_value_size", group=_LIMITS
     )
     max_batch_bytes: int = declare(
-        "max_batch_size",
         _VALUE_SIZE,
         "1GiB",
         "Maximum payload of one request, in MB or with a unit; clients split larger batches",
+        key="max_batch_size",
         group=_LIMITS,
     )
     max_batch_keys: int = declare(
-        "max_batch_keys",
         integer(1, 1_000_000),
         "8192",
         "Maximum number of keys in one request; clients split larger batches",
         group=_LIMITS,
     )
     max_key_bytes: int = declare(
-        "max_key_size",
         size(1, KIB, bare_unit_bytes=1, bare_unit="bytes"),
         "1024",
         "Maximum length of a key, in bytes of UTF-8",
+        key="max_key_size",
         group=_LIMITS,
     )
     max_protected_ratio: float = declare(
-        "max_protected_ratio",
         number(0, 1, "FRACTION"),
         "0.25",
         "Maximum fraction of the pool that pinned keys may take together; they are never evicted",
         group=_LIMITS,
     )
     log_level: str = declare(
-        "log_level",
-        choice("error", "warning", "info", "debug"),
-        "info",
-        "Log level; debug also shows tracebacks",
-        group=_LOGGING,
+        choice("error", "warning", "info", "debug"), "info", "Log level; debug also shows tracebacks", group=_LOGGING
     )
 
     def __attrs_post_init__(self) -> None:

@@ -100,20 +100,21 @@ class RefusedSetting(ConfigError):
 
 
 def declare(
-    key: str,
     kind: Kind,
     default: str | Callable[[], Any] | None,
     help_text: str,
     *,
     group: str,
+    key: str = "",
     default_text: str = "",
     secret: bool = False,
 ) -> Any:
     """Return the attrs field of one setting.
 
-    `default` is text in the setting's own spelling, a function that works the default
-    out, or None; the last two need a `default_text` for people. A `secret` value is
-    neither shown by `repr` nor in a message.
+    Without a `key` it is called as the field. `default` is text in the setting's own
+    spelling, a function that works the default out, or None; the last two need a
+    `default_text` for people. A `secret` value is neither shown by `repr` nor in a
+    message.
     """
     setting = Setting(key, kind, group, help_text, default_text or str(default))
     metadata = {_METADATA_KEY: setting}
@@ -124,7 +125,9 @@ def declare(
         try:
             kind.check(value)
         except ValueError as error:
-            raise RefusedSetting((key,), f"the value {error}" if secret else f"{value!r} {error}") from None
+            raise RefusedSetting(
+                (key or attribute.name,), f"the value {error}" if secret else f"{value!r} {error}"
+            ) from None
 
     if callable(default):
         return attrs.field(factory=default, validator=validate, metadata=metadata, repr=not secret)
@@ -134,8 +137,8 @@ def declare(
 
 def settings_of(config_class: type[attrs.AttrsInstance]) -> tuple[Setting, ...]:
     """Return the settings of a configuration class, in the order they are declared."""
-    fields = attrs.fields(config_class)
-    return tuple(attrs.evolve(field.metadata[_METADATA_KEY], attribute=field.name) for field in fields)
+    declared = [(field.metadata[_METADATA_KEY], field.name) for field in attrs.fields(config_class)]
+    return tuple(attrs.evolve(one, key=one.key or name, attribute=name) for one, name in declared)
 
 
 def markdown_table(settings: Iterable[Setting]) -> str:

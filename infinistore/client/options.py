@@ -219,21 +219,15 @@ class Options:
     """The options of a store. Sizes are in bytes; suffixes of names are units."""
 
     deadline_s: float = declare(
-        "deadline_s",
         number(0, _LONGEST_DEADLINE_S, "SECONDS", "seconds", above=True),
         "30",
         "How long one call may take, retries included, in seconds",
         group=ANY_STORE,
     )
     verify: Literal["always", "never"] = declare(
-        "verify",
-        choice("always", "never"),
-        "always",
-        "Whether writes compute checksums and reads verify them",
-        group=ANY_STORE,
+        choice("always", "never"), "always", "Whether writes compute checksums and reads verify them", group=ANY_STORE
     )
     token: str = declare(
-        "token",
         _text("TEXT"),
         "",
         "The token of a server with --token-file. Without it, the client takes the file that the URL names by "
@@ -243,7 +237,6 @@ class Options:
         secret=True,
     )
     tls: "SSLContext | None" = declare(
-        "tls",
         tls_kind(),
         None,
         "What connections over TCP are encrypted with, instead of ca, cert and key. Then, and with one of these, the "
@@ -252,7 +245,6 @@ class Options:
         default_text="TLS only with infinistores://",
     )
     ca: Path | None = declare(
-        "ca",
         path("FILE"),
         None,
         "The authorities to trust, in PEM: one of them must have signed the server's certificate, which must be for "
@@ -261,7 +253,6 @@ class Options:
         default_text="those of the system",
     )
     cert: Path | None = declare(
-        "cert",
         path("FILE"),
         None,
         "The certificate of this client, in PEM, for a server with --tls-client-ca",
@@ -269,18 +260,12 @@ class Options:
         default_text="none",
     )
     key: Path | None = declare(
-        "key", path("FILE"), None, "The key of cert, in PEM", group=SERVER, default_text="the file of cert"
+        path("FILE"), None, "The key of cert, in PEM", group=SERVER, default_text="the file of cert"
     )
     unencrypted_rdma: bool = declare(
-        "unencrypted_rdma",
-        _switch(),
-        "false",
-        "Allow RDMA together with TLS: requests are encrypted then, blocks are not",
-        group=SERVER,
-        default_text="False",
+        _switch(), "False", "Allow RDMA together with TLS: requests are encrypted then, blocks are not", group=SERVER
     )
     max_connections: int = declare(
-        "max_connections",
         integer(1, None),
         "8",
         "How many connections may carry blocks at a time; in a cluster 2 to each node, unless given. Two more carry "
@@ -288,7 +273,6 @@ class Options:
         group=SERVER,
     )
     transport: str = declare(
-        "transport",
         _text("NAME"),
         "",
         "The only transport to use: inline, shm, rdma, or the name of one that another package brings. Without it, the "
@@ -297,7 +281,6 @@ class Options:
         default_text="the best one",
     )
     spin_us: int | Literal["adaptive", "off"] = declare(
-        "spin_us",
         spinning(None),
         ADAPTIVE,
         "How long to spin for the reply of a fast server before sleeping, in microseconds; 0 or off disables spinning. "
@@ -306,7 +289,6 @@ class Options:
         group=SERVER,
     )
     name: str = declare(
-        "name",
         _text("TEXT"),
         lambda: f"{socket.gethostname()}:{os.getpid()}",
         "What the server's statistics call this client",
@@ -314,15 +296,12 @@ class Options:
         default_text="HOST:PID",
     )
     lazy: bool = declare(
-        "lazy",
         _switch(),
-        "false",
+        "False",
         "Connect with the first call instead of at once. While the server is down, calls raise StoreUnavailable",
         group=SERVER,
-        default_text="False",
     )
     inline_bytes: int = declare(
-        "inline_bytes",
         integer(0, None, "BYTES"),
         "65536",
         "The largest batch, in bytes, that goes over the control stream although there is shared memory or RDMA: it "
@@ -331,7 +310,6 @@ class Options:
         default_text="65536 (64 KiB)",
     )
     copy_threads: int = declare(
-        "copy_threads",
         integer(1, None),
         "2",
         "How many threads, the caller's included, may copy and hash one batch of 8 MiB or more whose blocks have "
@@ -339,7 +317,6 @@ class Options:
         group=SHARED_MEMORY,
     )
     known_blocks: int = declare(
-        "known_blocks",
         integer(0, None),
         "65536",
         "Of how many blocks to remember the locations, approximately. Such a block is read again without a request to "
@@ -347,23 +324,17 @@ class Options:
         group=SHARED_MEMORY,
     )
     device: str = declare(
-        "device",
         _text("DEVICE"),
         "",
         "The RDMA device to use, such as mlx5_0. With one, RDMA comes before shared memory",
         group=RDMA,
         default_text="the best one",
     )
-    ib_port: int = declare("ib_port", integer(1, None), "1", "The port of the device", group=RDMA)
+    ib_port: int = declare(integer(1, None), "1", "The port of the device", group=RDMA)
     gid_index: int = declare(
-        "gid_index",
-        integer(-1, None, "INDEX"),
-        "-1",
-        "The GID to prefer if it is usable; -1 means no preference",
-        group=RDMA,
+        integer(-1, None, "INDEX"), "-1", "The GID to prefer if it is usable; -1 means no preference", group=RDMA
     )
     staging_bytes: int = declare(
-        "staging_bytes",
         integer(1, None, "BYTES"),
         "16777216",
         "The size of a staging buffer, in bytes: registered memory for blocks that lie elsewhere",
@@ -371,7 +342,6 @@ class Options:
         default_text="16777216 (16 MiB)",
     )
     lookup_deadline_s: float = declare(
-        "lookup_deadline_s",
         number(0, _LONGEST_DEADLINE_S, "SECONDS", "seconds", above=True),
         "0.4",
         "How long a node may take to answer a lookup, in seconds. Then its keys count as missing, and the second time "
@@ -380,16 +350,13 @@ class Options:
         group=CLUSTER,
     )
     hedged_reads: bool = declare(
-        "hedged_reads",
         _switch(),
-        "true",
+        "True",
         "Whether a read asks the other copies when a node is late, where a cluster has copies. At most one key in "
         "twenty is asked for twice",
         group=CLUSTER,
-        default_text="True",
     )
     pool_bytes: int = declare(
-        "pool_bytes",
         integer(1, None, "BYTES"),
         "268435456",
         "The size of the pool, in bytes",
@@ -397,31 +364,23 @@ class Options:
         default_text="268435456 (256 MiB)",
     )
     minimal_allocate_bytes: int = declare(
-        "minimal_allocate_bytes",
         integer(1, None, "BYTES"),
         "65536",
         "The unit of allocation, in bytes: a block takes a multiple of it",
         group=EMBEDDED,
         default_text="65536 (64 KiB)",
     )
-    allocator: str = declare("allocator", _text("NAME"), "bitmap", "The name of the allocator", group=EMBEDDED)
+    allocator: str = declare(_text("NAME"), "bitmap", "The name of the allocator", group=EMBEDDED)
     huge_pages: bool = declare(
-        "huge_pages",
-        _switch(),
-        "false",
-        "Use huge pages, which the machine must have reserved",
-        group=EMBEDDED,
-        default_text="False",
+        _switch(), "false", "Use huge pages, which the machine must have reserved", group=EMBEDDED, default_text="False"
     )
     numa_node: int = declare(
-        "numa_node",
         integer(-1, None, "NODE"),
         "-1",
         "The NUMA node that the pool is on, as far as it has memory; -1 for any",
         group=EMBEDDED,
     )
     disk: str | Sequence[str] = declare(
-        "disk",
         _disks(),
         tuple,
         "A folder for blocks that memory has no room for, and how much it may take, as PATH:SIZE; a list for several "
@@ -430,7 +389,6 @@ class Options:
         default_text="none",
     )
     disk_admission: Literal["lazy", "eager", "second-use"] = declare(
-        "disk_admission",
         choice(*ADMISSIONS),
         "lazy",
         "When a block is written to disk: lazy once a quarter of the pool has been put after it, eager at once, "
@@ -438,7 +396,6 @@ class Options:
         group=EMBEDDED,
     )
     disk_wait_s: float = declare(
-        "disk_wait_s",
         number(0, _LONGEST_DEADLINE_S, "SECONDS", "seconds", above=True),
         "5",
         "How long a read waits for blocks on disk, in seconds; then they count as missing",

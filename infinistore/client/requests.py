@@ -8,7 +8,7 @@ of stores carry them out. A request without payload is a message
 
 from collections.abc import Iterable, Mapping, Sequence
 from itertools import compress
-from typing import Any, ClassVar, NamedTuple, Self, TypeAlias
+from typing import Any, ClassVar, NamedTuple, Self, TypeAlias, cast
 
 import attrs
 
@@ -59,8 +59,25 @@ def check_all_there(keys: Sequence[str], found: Sequence[object | None]) -> None
         raise KeyNotFound(f"{len(missing)} of {len(keys)} keys are not in the store, first {missing[0][:100]!r}")
 
 
+class _OfBatch:
+    """A request about the keys of its batch."""
+
+    __slots__ = ()
+    batch: Any
+
+    @property
+    def keys(self) -> Sequence[str]:
+        """The keys of the batch."""
+        keys: Sequence[str] = self.batch.keys
+        return keys
+
+    def at(self, positions: Sequence[int]) -> Self:
+        """Return the same request for the keys at these positions only."""
+        return cast(Self, attrs.evolve(cast(Any, self), batch=self.batch.at(positions)))
+
+
 @attrs.define
-class Put(BatchRequest[list[str]]):
+class Put(_OfBatch, BatchRequest[list[str]]):
     """Store a batch; the result is the keys that were skipped because they were there.
 
     Parts can be stored in different places: the results of `at` are added up. If
@@ -76,15 +93,6 @@ class Put(BatchRequest[list[str]]):
     idempotent = False
     moves_blocks = True
 
-    @property
-    def keys(self) -> Sequence[str]:
-        """The keys of the batch."""
-        return self.batch.keys
-
-    def at(self, positions: Sequence[int]) -> Self:
-        """Return the same request for the keys at these positions only."""
-        return attrs.evolve(self, batch=self.batch.at(positions))
-
 
 @attrs.define
 class Get(KeyedRequest[bytearray | None]):
@@ -95,7 +103,7 @@ class Get(KeyedRequest[bytearray | None]):
 
 
 @attrs.define
-class GetInto(KeyedRequest[int | None]):
+class GetInto(_OfBatch, KeyedRequest[int | None]):
     """Read blocks into the caller's memory; the result is the stored lengths.
 
     With `all_or_nothing`, a block is not wanted if another one is missing.
@@ -105,18 +113,9 @@ class GetInto(KeyedRequest[int | None]):
     all_or_nothing: bool = False
     moves_blocks = True
 
-    @property
-    def keys(self) -> Sequence[str]:
-        """The keys of the batch."""
-        return self.batch.keys
-
-    def at(self, positions: Sequence[int]) -> Self:
-        """Return the same request for the keys at these positions only."""
-        return attrs.evolve(self, batch=self.batch.at(positions))
-
 
 @attrs.define
-class PutFromDevice(BatchRequest[list[str]]):
+class PutFromDevice(_OfBatch, BatchRequest[list[str]]):
     """Store a batch that lies in registered memory of GPUs; the result is as of
     `Put`.
     """
@@ -127,32 +126,14 @@ class PutFromDevice(BatchRequest[list[str]]):
     idempotent = False
     moves_blocks = True
 
-    @property
-    def keys(self) -> Sequence[str]:
-        """The keys of the batch."""
-        return self.batch.keys
-
-    def at(self, positions: Sequence[int]) -> Self:
-        """Return the same request for the keys at these positions only."""
-        return attrs.evolve(self, batch=self.batch.at(positions))
-
 
 @attrs.define
-class GetToDevice(KeyedRequest[int | None]):
+class GetToDevice(_OfBatch, KeyedRequest[int | None]):
     """Read blocks into registered memory of GPUs; the result is as of `GetInto`."""
 
     batch: DeviceBatch
     all_or_nothing: bool = False
     moves_blocks = True
-
-    @property
-    def keys(self) -> Sequence[str]:
-        """The keys of the batch."""
-        return self.batch.keys
-
-    def at(self, positions: Sequence[int]) -> Self:
-        """Return the same request for the keys at these positions only."""
-        return attrs.evolve(self, batch=self.batch.at(positions))
 
 
 @attrs.define
