@@ -3,22 +3,35 @@
 from pathlib import Path
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from infinistore.cluster.locate import EtcdPlace, FilePlace, StaticPlace, is_cluster_url, parse_cluster_url
 from infinistore.cluster.membership import Membership, Node, StaticMembership
 from infinistore.errors import ConfigError
 
 
-def test_a_static_list_names_its_nodes_by_host_and_port() -> None:
-    url = parse_cluster_url("infinistore+static://b:1,a,[::1]:7?copies=2&deadline_s=5")
+@given(
+    st.sampled_from(["infinistore", "infinistores"]),
+    st.dictionaries(st.sampled_from(["a", "b.example", "[::1]"]), st.none() | st.integers(1, 65535), min_size=1),
+    st.sampled_from(["", "/"]),
+    st.none() | st.integers(1, 8),
+    st.dictionaries(st.sampled_from(["deadline_s", "token_file"]), st.sampled_from(["5", "/t", "a://b?c"])),
+)
+def test_a_static_list_names_its_nodes_by_host_and_port(
+    scheme: str, ports: dict[str, int | None], end: str, copies: int | None, options: dict[str, str]
+) -> None:
+    hosts = ",".join(host if port is None else f"{host}:{port}" for host, port in ports.items())
+    given = options if copies is None else {**options, "copies": str(copies)}
+    text = f"{scheme}+static://{hosts}{end}?" + "&".join(f"{name}={value}" for name, value in given.items())
+    url = parse_cluster_url(text)
 
+    assert is_cluster_url(text)
+    assert str(url) == f"{scheme}+static://{hosts}{end}"
     assert isinstance(url.place, StaticPlace)
-    assert [(node.id, node.address) for node in url.place.nodes] == [
-        ("[::1]:7", "infinistore://[::1]:7"),
-        ("a:22345", "infinistore://a:22345"),
-        ("b:1", "infinistore://b:1"),
-    ]
-    assert (url.place.copies, url.options) == (2, {"deadline_s": "5"})
+    names = sorted(f"{host}:{port or 22345}" for host, port in ports.items())
+    assert [(node.id, node.address) for node in url.place.nodes] == [(name, f"infinistore://{name}") for name in names]
+    assert (url.place.copies, url.options) == (copies or 1, options)
 
 
 def test_a_file_is_named_by_its_path() -> None:
@@ -54,7 +67,7 @@ def test_etcd_is_named_by_its_members_and_the_cluster() -> None:
     [
         ("infinistore://a:1", "names no cluster"),
         ("infinistore+statc://a:1", "did you mean infinistore[+]static"),
-        ("etcd", "write infinistore[+]static://"),
+        ("etcd", "write infinistore[+]static://HOST:PORT,HOST:PORT, or infinistore[+]file:///PATH, or "),
         ("infinistore+static://", "lacks a host"),
         ("infinistore+static://a,,b", "lacks a host"),
         ("infinistore+static://a:x", "'a:x' in .* must be HOST:PORT"),
@@ -72,6 +85,8 @@ def test_etcd_is_named_by_its_members_and_the_cluster() -> None:
         ("infinistore+etcd://h1:2379/a/b", "'a/b' cannot name a cluster"),
         ("infinistore+etcd:///prod", "lacks a host"),
         ("infinistore+etcd://h/prod?etcd_usr=u", "did you mean etcd_user"),
+        ("infinistore+etcd://h/prod?etcd_qqqqqqqqqqqqqqqq=u", "known are etcd_user, etcd_password_file, "),
+        ("infinistore+etcd://h/prod?etcd_tls=x", "etcd_tls=x in infinistore[+]etcd://h"),
         ("infinistore+etcd://h/prod?etcd_user=u", "both etcd_user and etcd_password_file"),
         ("infinistore+etcd://h/prod?etcd_tls=on&etcd_key_file=/k", "both etcd_cert_file and etcd_key_file"),
         ("infinistore+etcd://h/prod?etcd_ca_file=/k", "without etcd_tls=on"),
@@ -82,6 +97,7 @@ def test_a_url_that_names_no_cluster_is_refused_in_one_line(url: str, problem: s
         parse_cluster_url(url)
     assert "\n" not in str(refused.value)
     assert "secret" not in str(refused.value)
+    assert "None" not in str(refused.value)
 
 
 def test_the_scheme_tells_a_cluster_from_a_store() -> None:

@@ -58,6 +58,15 @@ def test_any_number_is_an_offer_and_no_deadline_is_more_than_that_of_the_last_re
     assert (number > 2**63 and number % 2**16) or offer == LAST_RELEASE
 
 
+@given(made_offers, made_offers)
+def test_both_ends_share_what_each_can_do_in_words_of_the_peers_version(peer: Offer, own: Offer) -> None:
+    shared = peer.shared_with(own)
+    assert shared.minor == peer.minor
+    assert [one for one in Capability if one in shared.capabilities] == [
+        one for one in Capability if one in peer.capabilities and one in own.capabilities
+    ]
+
+
 def test_capabilities_that_this_release_does_not_know_are_left_out() -> None:
     assert Offer.from_number(OFFER.to_number() | 1 << 62) == OFFER
 
