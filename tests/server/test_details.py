@@ -18,10 +18,10 @@ from infinistore.allocators import create_allocator
 from infinistore.core import Pool, StoreCore, create_arena
 from infinistore.errors import InvalidRequest, LimitExceeded
 from infinistore.protocol.codec import pack_u64
-from infinistore.protocol.messages import Get, Keys, MatchPrefix, Put
-from infinistore.server.recorder import OK, Recorder
+from infinistore.protocol.messages import Get, Keys, MatchPrefix, Message, Put
+from infinistore.server.recorder import OK, Recorder, outcome_of
 from infinistore.server.telemetry import ARENA_PARTS, MAX_SAMPLE_KEYS, prefixes
-from infinistore.statistics import LATENCY_BOUNDS_S, MAX_PREFIXES, OperationStatistics, PrefixStatistics, ServerDetails
+from infinistore.statistics import LATENCY_BOUNDS_S, MAX_PREFIXES, PrefixStatistics, ServerDetails
 from tests.server.running import KIB, MIB, POOL_BYTES, RunningServer, make_config, running_server
 
 CHECKSUM_BYTES = 8
@@ -124,27 +124,41 @@ async def test_an_embedded_store_has_no_details() -> None:
         assert (await store.stats(details=True)).details is None
 
 
-@given(st.lists(st.floats(0, 20), min_size=1))
-def test_a_latency_falls_into_the_first_bucket_that_bounds_it(times: list[float]) -> None:
-    recorder = Recorder()
-    for elapsed_s in times:
-        recorder.record(Get, "tcp", OK, 1, elapsed_s)
-    (found,) = recorder.statistics()
-    assert (found.count, found.payload_bytes) == (len(times), len(times))
-    assert found.latency_sum_s == pytest.approx(sum(times))
-    below = 0
-    for bound, count in zip((*LATENCY_BOUNDS_S, float("inf")), found.latency_counts, strict=True):
-        below += count
-        assert below == sum(elapsed_s <= bound for elapsed_s in times)
+KINDS: dict[str, type[Message]] = {"get": Get, "match_prefix": MatchPrefix, "put": Put}
+RECORDS = st.lists(
+    st.tuples(
+        st.sampled_from(sorted(KINDS)),
+        st.sampled_from(["tcp", "unix"]),
+        st.sampled_from([OK, "OutOfMemory"]),
+        st.integers(0, 2**40),
+        st.floats(0, 20) | st.sampled_from(LATENCY_BOUNDS_S),
+    )
+)
 
 
-def test_the_statistics_of_a_recorder_do_not_change_afterwards() -> None:
+@given(RECORDS, RECORDS)
+def test_a_request_counts_where_it_belongs_and_in_the_first_bucket_that_bounds_its_latency(
+    records: list[tuple[str, str, str, int, float]], later: list[tuple[str, str, str, int, float]]
+) -> None:
     recorder = Recorder()
-    recorder.record(MatchPrefix, "tcp", OK, 0, 0.0)
-    before = recorder.statistics()
-    recorder.record(MatchPrefix, "tcp", OK, 0, 0.0)
-    expected = OperationStatistics("match_prefix", "tcp", "ok", 1, 0, 0.0, [1] + [0] * len(LATENCY_BOUNDS_S))
-    assert before == [expected]
+    for kind, transport, outcome, payload, elapsed_s in records:
+        recorder.record(KINDS[kind], transport, outcome, payload, elapsed_s)
+    found = recorder.statistics()
+    for kind, transport, outcome, payload, elapsed_s in later:  # which changes nothing of what was found
+        recorder.record(KINDS[kind], transport, outcome, payload, elapsed_s)
+    assert [(one.kind, one.transport, one.outcome) for one in found] == sorted({record[:3] for record in records})
+    for one in found:
+        same = [record[3:] for record in records if record[:3] == (one.kind, one.transport, one.outcome)]
+        assert (one.count, one.payload_bytes) == (len(same), sum(payload for payload, _ in same))
+        assert one.latency_sum_s == pytest.approx(sum(elapsed_s for _, elapsed_s in same))
+        assert list(itertools.accumulate(one.latency_counts)) == [
+            sum(elapsed_s <= bound for _, elapsed_s in same) for bound in (*LATENCY_BOUNDS_S, float("inf"))
+        ]
+
+
+def test_the_outcome_of_a_request_is_its_error_as_the_client_sees_it() -> None:
+    assert outcome_of(LimitExceeded("")) == "LimitExceeded"
+    assert outcome_of(KeyError("")) == "InfiniStoreException"
 
 
 def core_with(*keys: str, sizes: Sequence[int] = (10,)) -> StoreCore:
