@@ -58,12 +58,6 @@ PLANTED = [
         "            if payload is None:\n                await self._receive(self._connection.read",
     ),
     Planted(
-        "the rest of an answer that is still a view of the pool",
-        "infinistore.server.session.receiving",
-        'self._begun = [memoryview(b"".join(rest))]',
-        "self._begun = rest",
-    ),
-    Planted(
         "an answer that is begun and forgotten",
         "infinistore.server.session.receiving",
         "        begun, self._begun = self._begun, None\n",
