@@ -4,10 +4,6 @@ import json
 from random import Random
 from typing import Any
 
-import pytest
-from hypothesis import given
-from hypothesis import strategies as st
-
 from infinistore.cluster.documents import Drain, read_drain, write_drain
 from infinistore.cluster.etcd.follower import Follower
 from infinistore.cluster.etcd.session import EtcdSession
@@ -221,14 +217,3 @@ def test_what_somebody_rewrote_under_the_lease_stays_with_the_node() -> None:
     one.world.run(40)
     assert (one.written["state"], one.registration.registrations) == ("serving", 1)
     assert one.world.etcd.kvs[KEY].lease == kv.lease
-
-
-@given(st.binary(max_size=60) | st.recursive(st.none() | st.integers() | st.text(), st.lists).map(json.dumps))
-def test_anything_in_etcd_is_a_drain(text: bytes | str) -> None:
-    drain = read_drain(text if isinstance(text, bytes) else text.encode())
-    assert drain == read_drain(write_drain(drain))
-
-
-@pytest.mark.parametrize("drain", [Drain(), Drain(done=True, groups=5, moved_groups=2, failed_groups=3)])
-def test_a_drain_is_read_as_it_was_written(drain: Drain) -> None:
-    assert read_drain(write_drain(drain)) == drain
