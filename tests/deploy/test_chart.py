@@ -2,6 +2,7 @@
 against Kubernetes' own schemas.
 """
 
+import json
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -10,9 +11,12 @@ import pytest
 import yaml
 
 from infinistore.config import ServerConfig, load_server_config
+from infinistore.integrations.vllm.settings import ConnectorSettings
 from infinistore.sizes import parse_size
 
-CHART = Path(__file__).resolve().parents[2] / "deploy" / "helm" / "infinistore"
+DEPLOY = Path(__file__).resolve().parents[2] / "deploy"
+CHART = DEPLOY / "helm" / "infinistore"
+MANIFEST = DEPLOY / "kubernetes" / "vllm.yaml"
 VALUES = sorted(path.stem for path in (CHART / "ci").glob("*.yaml"))
 KUBERNETES = ("1.26", "1.33")
 ETCD = "infinistore+etcd://etcd:2379/prod"
@@ -126,6 +130,56 @@ def test_the_memory_limit_has_room_for_the_pool(rendered: dict[str, dict[str, An
 def test_values_that_cannot_work_are_refused(values: dict[str, Any], problem: str) -> None:
     with pytest.raises(helm.HelmError, match=problem):
         render(values)
+
+
+# vLLM and the store in one file
+
+QUICK = {"image": {"repository": "REGISTRY/infinistore", "tag": "latest"}, "token": {"secret": "infinistore-token"}}
+
+
+def plain_labels(document: Any) -> Any:
+    """Without the labels that Helm finds its own by."""
+    if isinstance(document, list):
+        return [plain_labels(one) for one in document]
+    if not isinstance(document, dict):
+        return document
+    names = {"app.kubernetes.io/instance", "app.kubernetes.io/version", "app.kubernetes.io/managed-by", "helm.sh/chart"}
+    return {name: plain_labels(value) for name, value in document.items() if name not in names}
+
+
+def test_the_store_beside_an_engine_is_what_the_chart_makes() -> None:
+    documents = list(yaml.safe_load_all(MANIFEST.read_text()))
+    stores = {one["kind"]: one for one in documents if one["metadata"]["name"] == "infinistore"}
+    with helm.Chart.load(str(CHART)) as chart:
+        texts = chart.render(QUICK, name="infinistore", namespace="default")
+    made = [one for name, text in texts.items() if name.endswith(".yaml") for one in yaml.safe_load_all(text) if one]
+    assert stores == {one["kind"]: plain_labels(one) for one in made}
+
+
+@pytest.mark.parametrize("version", KUBERNETES)
+def test_kubernetes_accepts_an_engine_with_a_store(version: str) -> None:
+    for document in yaml.safe_load_all(MANIFEST.read_text()):
+        kubernetes_validate.validate(document, version, strict=True)
+
+
+def test_the_engine_reaches_the_store_of_its_node_by_shared_memory() -> None:
+    documents = list(yaml.safe_load_all(MANIFEST.read_text()))
+    (engine,) = (one["spec"]["template"]["spec"] for one in documents if one["kind"] == "Deployment")
+    (store,) = (one["spec"]["template"]["spec"] for one in documents if one["kind"] == "DaemonSet")
+    (container,) = engine["containers"]
+    settings = json.loads(container["args"][-1])
+    variables = {one["name"]: one for one in container["env"]}
+    with pytest.MonkeyPatch.context() as environment:
+        environment.setenv("INFINISTORE_URL", variables["INFINISTORE_URL"]["value"])
+        url = ConnectorSettings.from_extra_config(settings.get("kv_connector_extra_config", {})).url
+    (config,) = (yaml.safe_load(one["data"]["infinistore.yaml"]) for one in documents if one["kind"] == "ConfigMap")
+    assert url == f"shm://{config['unix_socket']}"
+    (folder,) = (one["hostPath"]["path"] for one in engine["volumes"] if one["name"] == "sockets")
+    assert {"name": "sockets", "mountPath": str(Path(config["unix_socket"]).parent)} in container["volumeMounts"]
+    assert folder in [one["hostPath"]["path"] for one in store["volumes"] if "hostPath" in one]
+    assert engine["securityContext"]["supplementalGroups"] == [store["securityContext"]["runAsGroup"]]
+    secret = variables["INFINISTORE_TOKEN"]["valueFrom"]["secretKeyRef"]
+    assert secret == {"name": QUICK["token"]["secret"], "key": Path(config["token_file"]).name}
 
 
 def test_servers_with_tls_are_probed_and_scraped_by_https_with_the_files_of_the_secret(tmp_path: Path) -> None:

@@ -18,13 +18,16 @@ from pathlib import Path
 import pytest
 import yaml
 
+from infinistore.client.options import parse_url
 from infinistore.config import load_server_config
+from infinistore.integrations.vllm.settings import ConnectorSettings
 from tests.bad_days.servers import running_server_process
 from tests.ports import own_ports
 
 PROJECT = Path(__file__).resolve().parents[2]
 CONTAINER = PROJECT / "deploy" / "container"
 COMPOSE = yaml.safe_load((CONTAINER / "compose.yaml").read_text())
+ENGINE = yaml.safe_load((CONTAINER / "vllm.compose.yaml").read_text())
 ISOLATED = "--isolation=chroot"
 
 builds_images = pytest.mark.skipif(
@@ -72,10 +75,34 @@ def test_prometheus_scrapes_the_job_that_the_alerts_are_about() -> None:
 
 
 def test_no_service_has_rights_that_it_does_not_need() -> None:
-    for service in COMPOSE["services"].values():
+    for service in [*COMPOSE["services"].values(), *ENGINE["services"].values()]:
         assert service["cap_drop"] == ["ALL"]
         assert service["security_opt"] == ["no-new-privileges:true"]
     assert COMPOSE["services"]["infinistore"]["read_only"] is True
+
+
+def test_only_the_group_of_the_token_may_read_it_beside_its_owner() -> None:
+    services = COMPOSE["services"] | ENGINE["services"]
+    reading = {name for name, service in services.items() if "token" in service.get("secrets", [])}
+    assert reading == {"infinistore", "prometheus", "vllm"}
+    assert all(services[name]["group_add"][-1].startswith("${TOKEN_GROUP") for name in reading)
+
+
+def test_the_engine_of_the_compose_file_is_one_of_the_servers_clients_by_shared_memory() -> None:
+    (engine,) = ENGINE["services"].values()
+    server = COMPOSE["services"]["infinistore"]
+    settings = json.loads(engine["command"][-1])
+    with pytest.MonkeyPatch.context() as environment:
+        environment.setenv("INFINISTORE_URL", engine["environment"]["INFINISTORE_URL"])
+        connector = ConnectorSettings.from_extra_config(settings.get("kv_connector_extra_config", {}))
+    url = parse_url(connector.url)
+    folder = os.path.dirname(url.path)
+    assert (url.scheme, f"sockets:{folder}" in engine["volumes"], f"sockets:{folder}" in server["volumes"]) == (
+        "shm", True, True,
+    )  # fmt: skip
+    assert url.options == {"token_file": server["environment"]["INFINISTORE_TOKEN_FILE"]}
+    assert f"INFINISTORE_UNIX_SOCKET={url.path}" in (CONTAINER / "Dockerfile").read_text()
+    assert f"--gid {engine['group_add'][0]} infinistore" in (CONTAINER / "Dockerfile").read_text()
 
 
 def test_what_the_image_copies_is_let_through_to_the_build() -> None:

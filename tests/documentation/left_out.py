@@ -31,8 +31,9 @@ LEFT_OUT: Final[dict[str, dict[str, str]]] = {
     },
     "docs/container.md": {
         "docker build": _DOCKER,
-        "docker compose": _DOCKER,
+        "TOKEN_GROUP=$(id -g) docker compose": _DOCKER,
         "docker run": _DOCKER,
+        "infinistore stat": _DOCKER,
         "make dist": _INSTALLS,
     },
     "docs/demo.md": {
@@ -43,8 +44,13 @@ LEFT_OUT: Final[dict[str, dict[str, str]]] = {
         "python bench/gpu.py": _GPU,
     },
     "docs/kubernetes.md": {
+        "ask &&": _KUBERNETES,
+        "docker build": _DOCKER,
         "helm install": _KUBERNETES,
         "kubectl create": _KUBERNETES,
+        "kubectl exec": _KUBERNETES,
+        "make dist": _INSTALLS,
+        "sed": _KUBERNETES,
     },
     "docs/lmcache.md": {
         "PYTHONHASHSEED=0 LMCACHE_CONFIG_FILE=plugin.yaml vllm serve": _LMCACHE,

@@ -66,14 +66,6 @@ def prompts(text: str, folder: Path) -> None:
     assert read_prompts(str(folder / "prompts.json"), lambda words: [len(words)]) == [[47], [151644, 8948, 198]]
 
 
-def pod_of_an_engine(text: str, _: Path) -> None:
-    pod = yaml.safe_load(text)
-    (container,) = pod["containers"]
-    (mount,), (volume,) = container["volumeMounts"], pod["volumes"]
-    assert mount["name"] == volume["name"]
-    assert container["env"][0]["value"].startswith(f"shm://{mount['mountPath']}/")
-
-
 def scrape(text: str, _: Path) -> None:
     """As the job of deploy/container, which a test compares with the alerts."""
     (job,) = yaml.safe_load(text)["scrape_configs"]
@@ -93,7 +85,6 @@ READERS = {
     ("docs/cluster.md", "nodes"): nodes,
     ("docs/command-line.md", "xxh3"): manifest,
     ("docs/configuration.md", "service_port"): server_settings,
-    ("docs/kubernetes.md", "containers"): pod_of_an_engine,
     ("docs/lmcache.md", "remote_storage_plugins"): part_of_an_example,
     ("docs/lmcache.md", "remote_url"): part_of_an_example,
     ("docs/operations.md", "kind: Pod"): pod_of_a_server,
