@@ -138,8 +138,6 @@ class Batches:
         *,
         own_checksums: Sequence[bool] | None,
         sources: Sequence[Location | None] | None,
-        tenants: Sequence[int] | None,
-        expiries: Sequence[int] | None,
     ) -> int | None:
         """See `Volume.append`."""
         log, count = self._log, len(keys)
@@ -174,8 +172,8 @@ class Batches:
             page=np.where(blocks > 0, starts // ALIGNMENT_BYTES, 0),
             length=np.array(lengths, np.uint32)[kept],
             flags=0 if own_checksums is None else np.array(own_checksums, np.uint16)[kept] * OWN_CHECKSUM,
-            tenant=0 if tenants is None else np.array(tenants, np.uint32)[kept],
-            expiry=0 if expiries is None else np.array(expiries, np.uint64)[kept],
+            tenant=0,
+            expiry=0,
         )
         blocks_of = [views[row] for row in rows if lengths[row]]
         self._begin(segment, token, listing, [keys[row] for row in rows], blocks_of)

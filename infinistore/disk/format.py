@@ -138,6 +138,17 @@ def joined(listings: Sequence[Listing]) -> Listing:
     return Listing(**columns, key_bytes=b"".join(one.key_bytes for one in listings))
 
 
+@attrs.frozen
+class Origin:
+    """The segment that bytes must belong to, to be taken for what they say."""
+
+    uuid: bytes
+    """Of the disk."""
+    seed: int
+    segment: int
+    segment_bytes: int
+
+
 VERSION = 1
 COPIES = 2
 SUPERBLOCK_BYTES = ALIGNMENT_BYTES
@@ -299,9 +310,7 @@ def encode_table(table: Table, listing: Listing, seed: int) -> bytes:
     return checked(Table.MAGIC, b"".join([table.pack(), *listing.encoded()]), seed)
 
 
-def decode_table(
-    data: memoryview, *, uuid: bytes, seed: int, segment: int, offset: int, segment_bytes: int
-) -> tuple[Table, Listing] | int | None:
+def decode_table(data: memoryview, origin: Origin, offset: int) -> tuple[Table, Listing] | int | None:
     """Read the table at the beginning of `data`, which was read at `offset`.
 
     Returns how many bytes to read if `data` may be the beginning of a longer table.
@@ -310,17 +319,17 @@ def decode_table(
         return None
     table = Table.unpack(data)
     length = table_bytes(table.rows, table.key_bytes)
-    room = segment_bytes - offset
-    if (table.uuid, table.segment, table.offset) != (uuid, segment, offset):
+    room = origin.segment_bytes - offset
+    if (table.uuid, table.segment, table.offset) != (origin.uuid, origin.segment, offset):
         return None
     if not aligned(length) <= table.batch_bytes <= room or table.batch_bytes % ALIGNMENT_BYTES:
         return None
     if len(data) < length:
         return length
-    if not is_whole(data[:length], Table.MAGIC, seed):
+    if not is_whole(data[:length], Table.MAGIC, origin.seed):
         return None
     listing = Listing.decoded(data[TABLE_BYTES:length], table.rows, table.key_bytes)
-    return None if listing is None or not listing.is_within(segment_bytes) else (table, listing)
+    return None if listing is None or not listing.is_within(origin.segment_bytes) else (table, listing)
 
 
 def peek_table(data: memoryview, *, uuid: bytes, segment: int) -> int:
@@ -368,19 +377,20 @@ def encode_footer(footer: Footer, sequences: Sequence[int], rows: Sequence[int],
 
 
 def decode_footer(
-    data: memoryview, *, uuid: bytes, seed: int, segment: int, incarnation: int, segment_bytes: int
+    data: memoryview, origin: Origin, incarnation: int
 ) -> tuple[Footer, list[int], list[int], Listing] | None:
     """Read a footer: its header, the sequences and rows of each batch, and all rows."""
-    if len(data) < FOOTER_BYTES or not is_whole(data, Footer.MAGIC, seed):
+    if len(data) < FOOTER_BYTES or not is_whole(data, Footer.MAGIC, origin.seed):
         return None
     footer = Footer.unpack(data)
     start = FOOTER_BYTES + footer.batches * 12
-    if (footer.uuid, footer.segment, footer.incarnation) != (uuid, segment, incarnation) or start > len(data):
+    belongs = (footer.uuid, footer.segment, footer.incarnation) == (origin.uuid, origin.segment, incarnation)
+    if not belongs or start > len(data):
         return None
     listing = Listing.decoded(data[start:], footer.rows, footer.key_bytes)
     sequences = np.frombuffer(data, "<u8", footer.batches, FOOTER_BYTES).tolist()
     rows = np.frombuffer(data, "<u4", footer.batches, FOOTER_BYTES + footer.batches * 8).tolist()
-    if listing is None or sum(rows) != footer.rows or not listing.is_within(segment_bytes):
+    if listing is None or sum(rows) != footer.rows or not listing.is_within(origin.segment_bytes):
         return None
     return footer, sequences, rows, listing
 
@@ -413,13 +423,13 @@ def encode_end(end: End, seed: int) -> bytes:
     return checked(End.MAGIC, body + bytes(END_BYTES - LEAD.size - len(body)), seed)
 
 
-def decode_end(data: memoryview, *, uuid: bytes, seed: int, segment: int, segment_bytes: int) -> End | None:
+def decode_end(data: memoryview, origin: Origin) -> End | None:
     """Read the last page of a segment."""
-    if len(data) != END_BYTES or not is_whole(data, End.MAGIC, seed):
+    if len(data) != END_BYTES or not is_whole(data, End.MAGIC, origin.seed):
         return None
     end = End.unpack(data)
-    right = (end.uuid, end.segment) == (uuid, segment) and end.footer_bytes <= segment_bytes - END_BYTES
-    return end if right else None
+    belongs = (end.uuid, end.segment) == (origin.uuid, origin.segment)
+    return end if belongs and end.footer_bytes <= origin.segment_bytes - END_BYTES else None
 
 
 OPEN, SEALED, ABANDONED = 0, 1, 2

@@ -12,11 +12,11 @@ from collections.abc import Callable, Mapping
 import attrs
 import numpy as np
 
-from infinistore.disk.format import END_BYTES, Listing, Superblock, decode_end, decode_footer, joined
+from infinistore.disk.format import Listing, Superblock, joined
 from infinistore.disk.jobs import ALIGNMENT_BYTES, ReadInto, Steps, aligned
 from infinistore.disk.log import Log, Segment, Segments, SegmentState
 from infinistore.disk.records import SHARDS, Records
-from infinistore.disk.recovery import find_batches, read, recover
+from infinistore.disk.recovery import find_batches, read_footer, recover
 
 _GROUP_BYTES = 4 << 20
 _GROUPS_AT_ONCE = 8
@@ -155,31 +155,11 @@ class Inspector:
         if segment.batches:
             return len(segment.batches), joined([listing for _, listing in segment.batches])
         if segment.state is SegmentState.SEALED:
-            found = yield from self._footer(segment)
-            if found is not None:
-                return found
+            footer = yield from read_footer(log, segment)
+            if footer is not None:
+                return len(footer[1]), footer[3]
         tables = yield from find_batches(log, segment.number, segment.incarnation)
         return len(tables), joined([listing for _, listing in tables])
-
-    def _footer(self, segment: Segment) -> Steps[tuple[int, Listing] | None]:
-        log, number = self._log, segment.number
-        page = yield from read(log, segment.file, log.segment_bytes - END_BYTES, END_BYTES)
-        end = None
-        if page is not None:
-            end = decode_end(page, uuid=log.uuid, seed=log.seed, segment=number, segment_bytes=log.segment_bytes)
-        if end is None:
-            return None
-        length = aligned(end.footer_bytes)
-        data = yield from read(log, segment.file, log.segment_bytes - END_BYTES - length, length)
-        found = data and decode_footer(
-            data[: end.footer_bytes],
-            uuid=log.uuid,
-            seed=log.seed,
-            segment=number,
-            incarnation=segment.incarnation,
-            segment_bytes=log.segment_bytes,
-        )
-        return (len(found[1]), found[3]) if found else None
 
 
 def _contents(segment: Segment, batches: int, listing: Listing) -> SegmentContents:

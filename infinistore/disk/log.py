@@ -29,6 +29,7 @@ from infinistore.disk.format import (
     OWN_CHECKSUM,
     SUPERBLOCK_BYTES,
     Listing,
+    Origin,
     Superblock,
     encode_superblock,
     footer_bytes,
@@ -357,6 +358,10 @@ class Log:
     def segment_bytes(self) -> int:
         """The length of each segment."""
         return self.superblock.segment_bytes
+
+    def origin(self, number: int) -> Origin:
+        """Return what the bytes of a segment must belong to."""
+        return Origin(self.uuid, self.seed, number, self.segment_bytes)
 
     def take_sequence(self) -> int:
         """Return the next sequence."""

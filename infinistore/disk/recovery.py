@@ -30,6 +30,7 @@ from infinistore.disk.format import (
     OPEN,
     SEALED,
     End,
+    Footer,
     Listing,
     SnapshotHeader,
     SnapshotSegment,
@@ -80,6 +81,18 @@ def read(log: Log, file: str, offset: int, length: int) -> Steps[memoryview | No
     return None if result.errno else data
 
 
+def read_footer(log: Log, segment: Segment) -> Steps[tuple[Footer, list[int], list[int], Listing] | None]:
+    """Read the footer of a sealed segment, as `decode_footer` returns it."""
+    origin, offset = log.origin(segment.number), log.segment_bytes - END_BYTES
+    page = yield from read(log, segment.file, offset, END_BYTES)
+    end = None if page is None else decode_end(page, origin)
+    if end is None or not end.sealed:
+        return None
+    length = aligned(end.footer_bytes)
+    data = yield from read(log, segment.file, offset - length, length)
+    return None if data is None else decode_footer(data[: end.footer_bytes], origin, segment.incarnation)
+
+
 def find_batches(log: Log, number: int, least: int = 0) -> Steps[Found]:
     """Return the valid tables of a segment's newest life, if not before `least`."""
     file, incarnation = f"segments/{number}", least
@@ -110,14 +123,7 @@ def find_batches(log: Log, number: int, least: int = 0) -> Steps[Found]:
 def _table_at(log: Log, number: int, offset: int, data: memoryview) -> Steps[tuple[Table, Listing] | None]:
     """Read the table at an offset, of which `data` may be only the beginning."""
     for _ in range(2):
-        table = decode_table(
-            data,
-            uuid=log.uuid,
-            seed=log.seed,
-            segment=number,
-            offset=offset,
-            segment_bytes=log.segment_bytes,
-        )
+        table = decode_table(data, log.origin(number), offset)
         if not isinstance(table, int):
             return table
         more = yield from read(log, f"segments/{number}", offset, aligned(table))
@@ -271,14 +277,7 @@ class _Recovery:
             segment.state, segment.incarnation = _STATES[known.state], known.incarnation
             segment.oldest_content, segment.sequence = known.incarnation, known.sequence
             if segment.state is SegmentState.OPEN:
-                found = decode_footer(
-                    snapshot.footer,
-                    uuid=log.uuid,
-                    seed=log.seed,
-                    segment=known.number,
-                    incarnation=known.incarnation,
-                    segment_bytes=log.segment_bytes,
-                )
+                found = decode_footer(snapshot.footer, log.origin(known.number), known.incarnation)
                 if found is None:
                     segment.state = SegmentState.ABANDONED
                 else:
@@ -341,7 +340,7 @@ class _Recovery:
     def _life(self, number: int, first: memoryview, last: memoryview) -> Steps[_Life | None]:
         """Tell the life of a segment by its first and last page, or by all of it."""
         log = self._log
-        end = decode_end(last, uuid=log.uuid, seed=log.seed, segment=number, segment_bytes=log.segment_bytes)
+        end = decode_end(last, log.origin(number))
         if end is None and number not in log.unread and not any(first) and not any(last):
             return None  # it was allocated, and never written
         by_end = None
@@ -422,14 +421,7 @@ class _Recovery:
         ]
         for life, view, result in zip(lives, views, results, strict=True):
             assert life.end is not None
-            found = decode_footer(
-                view[: life.end.footer_bytes],
-                uuid=log.uuid,
-                seed=log.seed,
-                segment=life.number,
-                incarnation=life.incarnation,
-                segment_bytes=log.segment_bytes,
-            )
+            found = decode_footer(view[: life.end.footer_bytes], log.origin(life.number), life.incarnation)
             if found is not None and not result.errno:
                 life.content = Content(*found[1:], log.segment_bytes)
             else:

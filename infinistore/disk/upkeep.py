@@ -4,7 +4,6 @@ Each is a task (see `Tasks` in `jobs`), so none of it stalls the caller.
 """
 
 from collections.abc import Callable
-from typing import Any
 
 import numpy as np
 
@@ -19,8 +18,6 @@ from infinistore.disk.format import (
     Footer,
     Listing,
     SnapshotSegment,
-    decode_end,
-    decode_footer,
     encode_end,
     encode_footer,
     encode_section,
@@ -31,7 +28,7 @@ from infinistore.disk.format import (
 from infinistore.disk.jobs import ALIGNMENT_BYTES, PAUSE, WAIT, Allocate, Flush, Replace, Steps, Write, aligned
 from infinistore.disk.log import Durable, Location, Log, Lost, Reclaim, Segment, SegmentState, Shrunk
 from infinistore.disk.records import SHARDS
-from infinistore.disk.recovery import read
+from infinistore.disk.recovery import read_footer
 
 _ROWS_A_STEP = 2048
 _STATES = {SegmentState.OPEN: OPEN, SegmentState.FULL: OPEN, SegmentState.SEALED: SEALED}
@@ -108,7 +105,8 @@ class Upkeep:
         if oldest is None or not is_finished or not self._overwriting():
             return None
         self._in_reclaim = oldest
-        listing = yield from self._listing_of(oldest)
+        footer = yield from read_footer(log, oldest)
+        listing = joined([]) if footer is None else footer[3]
         yield from self._offer(oldest, listing)
         barrier = log.next_sequence - 1  # what was appended again is durable first
         while not self._batches.ended_until(barrier) or oldest.pins:
@@ -126,26 +124,6 @@ class Upkeep:
             yield PAUSE
         yield from self._end(oldest)
         return oldest
-
-    def _listing_of(self, segment: Segment) -> Steps[Listing]:
-        """Read the records of a segment from its footer; none if that fails."""
-        log = self._log
-        place: dict[str, Any] = {
-            "uuid": log.uuid,
-            "seed": log.seed,
-            "segment": segment.number,
-            "segment_bytes": log.segment_bytes,
-        }
-        offset = log.segment_bytes - END_BYTES
-        page = yield from read(log, segment.file, offset, END_BYTES)
-        end = None if page is None else decode_end(page, **place)
-        if end is not None and end.sealed and end.incarnation == segment.incarnation:
-            data = yield from read(log, segment.file, offset - aligned(end.footer_bytes), aligned(end.footer_bytes))
-            if data is not None:
-                found = decode_footer(data[: end.footer_bytes], incarnation=segment.incarnation, **place)
-                if found is not None:
-                    return found[3]
-        return joined([])
 
     def _offer(self, segment: Segment, listing: Listing) -> Steps[None]:
         """Tell the tier what it may append again, and wait until it has."""

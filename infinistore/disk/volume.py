@@ -323,11 +323,6 @@ class Volume:
         """Count the leading blocks of these lengths that one batch has room for."""
         return self._batches.fitting(keys, lengths)
 
-    @property
-    def largest_block_bytes(self) -> int:
-        """The longest block that a segment has room for."""
-        return self._batches.room_in(Segment(0))
-
     def append(
         self,
         keys: Sequence[str],
@@ -337,8 +332,6 @@ class Volume:
         *,
         own_checksums: Sequence[bool] | None = None,
         sources: Sequence[Location | None] | None = None,
-        tenants: Sequence[int] | None = None,
-        expiries: Sequence[int] | None = None,
     ) -> int | None:
         """Append a batch to the log; return its token, or None if there is no room.
 
@@ -352,13 +345,7 @@ class Volume:
         """
         if not self._is_writable() or not keys:
             return None
-        return self._batches.append(
-            *(keys, lengths, checksums, views),
-            own_checksums=own_checksums,
-            sources=sources,
-            tenants=tenants,
-            expiries=expiries,
-        )
+        return self._batches.append(keys, lengths, checksums, views, own_checksums=own_checksums, sources=sources)
 
     def forget(self, keys: Sequence[str]) -> None:
         """Let the disk not have these keys, from now on until they are appended again.

@@ -63,7 +63,7 @@ TABLE = Table(
 )
 FOOTER = Footer(2, UUID, 3 << 32, 1 << 32, 2, 8, 2 * TABLE.key_bytes)
 END = End(2, UUID, 3 << 32, 1 << 32, 1, 500, (3 << 32) + 5)
-PLACE: dict[str, Any] = {"uuid": UUID, "seed": SEED, "segment": 2, "segment_bytes": SEGMENT_BYTES}
+ORIGIN = disk_format.Origin(UUID, SEED, 2, SEGMENT_BYTES)
 ROWS = Rows(
     np.array([5, 9], np.uint64),
     np.array([1, 2**64 - 1], np.uint64),
@@ -103,11 +103,11 @@ def read(name: str, data: bytes) -> Any:
             except ConfigError:
                 return None
         case "table":
-            found = disk_format.decode_table(view, offset=8192, **PLACE)
+            found = disk_format.decode_table(view, ORIGIN, 8192)
         case "footer":
-            found = disk_format.decode_footer(view, incarnation=3 << 32, **PLACE)
+            found = disk_format.decode_footer(view, ORIGIN, 3 << 32)
         case "end":
-            found = disk_format.decode_end(view, **PLACE)
+            found = disk_format.decode_end(view, ORIGIN)
         case "section":
             found = decode_section(view, shard=3, uuid=UUID, sequence=17, seed=SEED)
         case _:
@@ -191,22 +191,21 @@ def test_any_bytes_are_read_without_harm(name: str, data: bytes) -> None:
     ids=lambda one: next(iter(one)),
 )
 def test_a_structure_of_another_disk_or_segment_is_none(wrong: dict[str, Any]) -> None:
-    assert disk_format.decode_table(memoryview(WRITTEN["table"]), offset=8192, **{**PLACE, **wrong}) is None
+    origin = attrs.evolve(ORIGIN, **wrong)
+    assert disk_format.decode_table(memoryview(WRITTEN["table"]), origin, 8192) is None
     if "segment_bytes" not in wrong:
-        assert (
-            disk_format.decode_footer(memoryview(WRITTEN["footer"]), incarnation=3 << 32, **{**PLACE, **wrong}) is None
-        )
-        assert disk_format.decode_end(memoryview(WRITTEN["end"]), **{**PLACE, **wrong}) is None
+        assert disk_format.decode_footer(memoryview(WRITTEN["footer"]), origin, 3 << 32) is None
+        assert disk_format.decode_end(memoryview(WRITTEN["end"]), origin) is None
 
 
 def test_a_table_at_another_offset_and_a_footer_of_another_life_are_none() -> None:
-    assert disk_format.decode_table(memoryview(WRITTEN["table"]), offset=0, **PLACE) is None
-    assert disk_format.decode_footer(memoryview(WRITTEN["footer"]), incarnation=1, **PLACE) is None
+    assert disk_format.decode_table(memoryview(WRITTEN["table"]), ORIGIN, 0) is None
+    assert disk_format.decode_footer(memoryview(WRITTEN["footer"]), ORIGIN, 1) is None
 
 
 def test_the_beginning_of_a_table_says_how_much_to_read() -> None:
     beginning = memoryview(WRITTEN["table"])[: disk_format.TABLE_BYTES]
-    assert disk_format.decode_table(beginning, offset=8192, **PLACE) == len(WRITTEN["table"])
+    assert disk_format.decode_table(beginning, ORIGIN, 8192) == len(WRITTEN["table"])
 
 
 def test_of_two_superblocks_the_newer_whole_one_counts() -> None:

@@ -208,7 +208,7 @@ def test_a_capacity_without_room_for_two_segments_is_refused() -> None:
 def test_a_batch_larger_than_a_segment_is_refused(world: VolumeWorld) -> None:
     with pytest.raises(ValueError, match="does not fit"):
         world.put({"a": bytes(70_000)})
-    world.write({"a": bytes(world.volume.largest_block_bytes)})
+    world.write({"a": bytes(world.volume.room())})
 
 
 def test_a_truncated_segment_and_a_lost_one_cost_only_their_blocks(world: VolumeWorld) -> None:

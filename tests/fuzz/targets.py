@@ -41,6 +41,7 @@ from infinistore.disk.format import (
     SUPERBLOCK_BYTES,
     End,
     Footer,
+    Origin,
     SnapshotHeader,
     SnapshotSection,
     Superblock,
@@ -306,7 +307,7 @@ def manifest(data: bytes) -> None:
 
 
 _UUID, _SEED, _SEGMENT_BYTES = bytes(16), 1, MIB
-_PLACE: dict[str, Any] = {"uuid": _UUID, "seed": _SEED, "segment": 0, "segment_bytes": _SEGMENT_BYTES}
+_ORIGIN = Origin(_UUID, _SEED, 0, _SEGMENT_BYTES)
 
 
 def disk(data: bytes) -> None:
@@ -340,19 +341,19 @@ def _read_structure(name: str, found: bytes) -> None:
                 Volume.open(0, superblock=found, files={"segments/0": MIB}, capacity_bytes=64 * MIB)
         case "table":
             peek_table(view, uuid=_UUID, segment=0)
-            table = decode_table(view, offset=0, **_PLACE)
+            table = decode_table(view, _ORIGIN, 0)
             if isinstance(table, int):
                 assert len(found) < table <= _SEGMENT_BYTES
             elif table is not None:
                 assert len(table[1]) == table[0].rows
                 assert table[1].is_within(_SEGMENT_BYTES)
         case "footer":
-            footer = decode_footer(view, incarnation=0, **_PLACE)
+            footer = decode_footer(view, _ORIGIN, 0)
             if footer is not None:
                 assert len(footer[1]) == len(footer[2]) == footer[0].batches
                 assert len(footer[3]) == sum(footer[2])
         case "end":
-            end = decode_end(view, **_PLACE)
+            end = decode_end(view, _ORIGIN)
             assert end is None or end.footer_bytes < _SEGMENT_BYTES
         case "section":
             rows = decode_section(view, shard=0, uuid=_UUID, sequence=0, seed=_SEED)
