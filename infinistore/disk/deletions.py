@@ -39,12 +39,10 @@ class Deletions:
         self._graves[disk] = _Grave()
 
     def remove(self, disk: Disk) -> None:
-        """Forget a disk that has been given up. One that was taken out does not count
-        when it comes back; one that failed may come back alone, with any key."""
-        if disk.has_failed:
-            self._failed.append(disk)
+        """Forget a disk that failed. It may come back alone, with any key."""
+        self._failed.append(disk)
         for tombstones in self._graves.pop(disk).under_way.values():
-            self._end(tombstones, met=not disk.has_failed)
+            self._end(tombstones, met=False)
 
     def delete(self, keys: Sequence[str]) -> None:
         """Let no disk have these keys, and none bring them back."""

@@ -96,7 +96,6 @@ class AdmissionQueue:
         """What was put and is not due yet."""
         self.skipped_blocks = 0
         """Blocks that were due and not queued, because too much waited already."""
-        self.skipped_bytes = 0
         self._admission = admission
         self._pool = pool
         self._most_bytes = most_bytes
@@ -158,7 +157,6 @@ class AdmissionQueue:
     def _make_due(self, run: Run) -> None:
         if self.due and self.due_bytes + run.bytes > self._most_bytes():
             self.skipped_blocks += len(run.keys)
-            self.skipped_bytes += run.bytes
         else:
             self.due.append(run)
             self.due_bytes += run.bytes

@@ -35,8 +35,9 @@ import attrs
 
 from infinistore.disk.jobs import Job, Result, Write, file_bytes
 from infinistore.disk.settings import TierSettings
-from infinistore.disk.volume import Event, Location, Volume, VolumeStatistics
+from infinistore.disk.volume import Event, Location, Volume
 from infinistore.disk.waits import Wait
+from infinistore.statistics import DiskStatistics
 
 _log: Final = logging.getLogger("infinistore.disk")
 
@@ -124,69 +125,6 @@ class Health:
     def _alarm(self, what: str, why: str) -> None:
         self.alarm = f"{what}: {why}"
         _log.warning(what, extra={"disk": self._name, "problem": why})
-
-
-@attrs.frozen(kw_only=True)
-class DiskStatistics:
-    """One disk. Counters are since the start; sizes in bytes."""
-
-    number: int
-    state: DiskState
-    alarm: str
-    """Why it is not healthy, or has too little room, and what to do; else empty."""
-    hung_jobs: int
-    """Jobs that are out and late."""
-    hangs: int
-    read_blocks: int
-    """Blocks read into the pool, and verified."""
-    read_bytes: int
-    written_blocks: int
-    """Blocks made durable."""
-    written_bytes: int
-    write_rate: float
-    """What it took of late, in bytes per second; 0 if unknown."""
-    damaged_blocks: int
-    """Blocks that did not have their checksum: misses."""
-    read_errors: int
-    write_errors: int
-    volume: VolumeStatistics
-
-
-@attrs.frozen(kw_only=True)
-class TierStatistics:
-    """All disks of a store. Counters are since the start; sizes in bytes."""
-
-    disks: tuple[DiskStatistics, ...]
-    queued_bytes: int
-    """What is due and waits for a disk."""
-    ageing_bytes: int
-    """What was put and is not due yet."""
-    pinned_bytes: int
-    """What is pinned because it is being written, by footprint."""
-    skipped_blocks: int
-    """Blocks not written because too much waited."""
-    skipped_bytes: int
-    evicted_blocks: int
-    """Blocks that were gone, or replaced, before it was their turn."""
-    failed_blocks: int
-    """Blocks that no disk took."""
-    promoted_blocks: int
-    """Blocks read from disk into the pool."""
-    promoted_bytes: int
-    no_room_blocks: int
-    """Blocks not read because the pool had no room."""
-    late_blocks: int
-    """Blocks not read because nobody waited for them any more."""
-    prefetch_bytes: int
-    """What prefetches have asked for and was not read yet."""
-    prefetch_skipped_blocks: int
-    """Blocks that prefetches left, because they had asked for too much."""
-    reinserted_blocks: int
-    """Blocks kept from a segment that was overwritten."""
-    held_bytes: int
-    """What is held on disk."""
-    unsafe_keys: int
-    """Keys deleted that a disk, which could not be written, may bring back."""
 
 
 Ended: TypeAlias = Callable[[Result], object]
@@ -453,22 +391,28 @@ class Disk:
         return (self.has_failed or self.volume.state == "closed") and not self.traffic.is_busy
 
     def statistics(self) -> DiskStatistics:
-        """Return the current figures."""
+        """Return the current figures, but for those of its folder and its jobs."""
+        health, volume = self.health, self.volume.statistics()
         return DiskStatistics(
-            number=self.number,
-            state=self.health.state,
-            alarm=self.health.alarm,
-            hung_jobs=len(self.traffic.hung),
-            hangs=self.traffic.hangs,
+            path=self.volume.name,
+            state="recovering" if volume.state == "recovering" and health.state == "healthy" else health.state,
+            alarm=health.alarm,
+            direct=False,
+            capacity_bytes=volume.capacity_bytes,
+            used_bytes=volume.used_bytes,
+            keys=volume.records,
+            index_bytes=volume.index_bytes,
             read_blocks=self.read_blocks,
             read_bytes=self.read_bytes,
             written_blocks=self.written_blocks,
             written_bytes=self.written_bytes,
-            write_rate=self.write_rate,
+            device_written_bytes=volume.written_bytes,
+            queued_reads=0,
+            queued_writes=0,
+            hung_jobs=len(self.traffic.hung),
             damaged_blocks=self.damaged_blocks,
-            read_errors=self.health.read_errors,
-            write_errors=self.health.write_errors,
-            volume=self.volume.statistics(),
+            read_errors=health.read_errors,
+            write_errors=health.write_errors,
         )
 
 

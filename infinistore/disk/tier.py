@@ -45,7 +45,7 @@ from infinistore.core import Client, Reservation, StoreCore
 from infinistore.core.index import Entry, extent_of
 from infinistore.disk.deletions import Deletions
 from infinistore.disk.demotion import AdmissionQueue, Demotion, Flushes, same_block
-from infinistore.disk.disks import Disk, Disks, Place, TierStatistics
+from infinistore.disk.disks import Disk, Disks, Place
 from infinistore.disk.jobs import Job, Result
 from infinistore.disk.promotion import Promotion, leading_at_once
 from infinistore.disk.reinsertion import Reinsertion
@@ -54,6 +54,7 @@ from infinistore.disk.volume import Durable, Lost, Reclaim, Shrunk, Volume
 from infinistore.disk.waits import Deletion, Prefetch, PrefixMatch, Wait, Waits
 from infinistore.errors import LimitExceeded
 from infinistore.sizes import in_units
+from infinistore.statistics import DiskTierStatistics
 
 _MOST_HELD_RATIO = 1 / 8
 
@@ -201,7 +202,7 @@ class DiskTier:
         self._waits = Waits()
         self._purges: dict[tuple[Disk, int], list[Wait]] = {}
         self._given_up: set[Disk] = set()
-        self._leaving: dict[Disk, list[Wait]] = {}
+        self._leaving: set[Disk] = set()
         self._failed: list[Disk] = []
         self._has_more = False
         self._closing: Wait | None = None
@@ -220,25 +221,6 @@ class DiskTier:
         self._demotion.add(disk)
         self._deletions.add(disk)
         self._has_work()
-
-    def remove(self, number: int, deadline: float) -> Wait:
-        """Take a disk out: what is only there is missing from now on, and what waited
-        for it goes to others.
-
-        The wait is settled when its folder may be closed: no job is under way, and its
-        index is saved. When it comes back, it is emptied. KeyError: there is none.
-        """
-        disk = self._disks.of(number)
-        if disk is None:
-            raise KeyError(f"there is no disk {number}")
-        self._follow()
-        wait = Wait(deadline, 1)
-        disk.is_leaving = True
-        self._give_up(disk)
-        disk.volume.close()
-        self._leaving.setdefault(disk, []).append(wait)
-        self._has_work()
-        return self._waits.add(wait)
 
     # Driving
 
@@ -432,16 +414,15 @@ class DiskTier:
             self._closing = self._waits.add(Wait(deadline, len(self._disks)))
         return self._closing
 
-    def statistics(self) -> TierStatistics:
-        """Return the current figures."""
+    def statistics(self) -> DiskTierStatistics:
+        """Return the current figures, but for those of the disks' folders and jobs."""
         demotion, promotion = self._demotion, self._promotion
-        return TierStatistics(
-            disks=tuple(disk.statistics() for disk in self._shown()),
+        return DiskTierStatistics(
+            disks=[disk.statistics() for disk in self._shown()],
             queued_bytes=demotion.waiting_bytes,
             ageing_bytes=self._queue.ageing_bytes,
             pinned_bytes=demotion.pinned_bytes,
             skipped_blocks=self._queue.skipped_blocks,
-            skipped_bytes=self._queue.skipped_bytes,
             evicted_blocks=demotion.evicted_blocks,
             failed_blocks=demotion.failed_blocks,
             promoted_blocks=promotion.promoted_blocks,
@@ -566,11 +547,11 @@ class DiskTier:
         return sorted([*self._disks, *self._failed], key=lambda disk: disk.number)
 
     def _take_out_failed(self, disk: Disk) -> None:
-        """Have a disk taken out whose volume will tell no more how anything ended."""
+        """Take a disk out whose volume will no longer say how anything ended."""
         disk.is_leaving = True
         for key in [key for key in self._purges if key[0] is disk]:
             self._end_purge(disk, self._purges.pop(key), met=False)
-        self._leaving.setdefault(disk, [])
+        self._leaving.add(disk)
 
     def _give_up(self, disk: Disk) -> None:
         if disk not in self._given_up:
@@ -580,18 +561,14 @@ class DiskTier:
             self._disks.exclude(disk)
 
     def _take_out(self) -> bool:
-        """Forget the disks that were to go, and have ended; return whether there were
-        any: what waited for them goes elsewhere."""
-        ended = [one for one in self._leaving if one.has_ended]
+        """Forget the failed disks that have ended; return whether there were any: what
+        waited for them goes elsewhere."""
+        ended = [one for one in self._disks if one in self._leaving and one.has_ended]
         for disk in ended:
-            self._disks.remove(disk)
-            if disk.has_failed:
-                self._failed.append(disk)
-            self._demotion.remove(disk)
-            self._deletions.remove(disk)
-            self._reinsertion.remove(disk)
-            for wait in self._leaving.pop(disk):
-                wait.end(met=True)
+            self._leaving.remove(disk)
+            self._failed.append(disk)
+            for part in (self._disks, self._demotion, self._deletions, self._reinsertion):
+                part.remove(disk)
         return bool(ended)
 
     def _end_batch(self, disk: Disk, event: Durable | Lost, now: float) -> None:

@@ -30,7 +30,6 @@ from infinistore.errors import InfiniStoreException
 from infinistore.statistics import DiskTierStatistics
 
 if TYPE_CHECKING:
-    from infinistore.disk.disks import TierStatistics
     from infinistore.disk.tier import DiskTier
 
 _log: Final = logging.getLogger("infinistore.disk")
@@ -45,7 +44,7 @@ _NO_WAITS: Iterator[Wait] = iter(())
 
 class Tiers:
     """The store `core`, and the tier of its disks, which nobody else may use from now
-    on. `describe` turns the figures of that tier into those that users see.
+    on. `describe` adds to the figures of that tier what only its disks' runner knows.
 
     A time `within_s` is what a request may take, in seconds.
     """
@@ -54,7 +53,7 @@ class Tiers:
         self,
         core: StoreCore,
         disk: "DiskTier | None" = None,
-        describe: "Callable[[TierStatistics], DiskTierStatistics] | None" = None,
+        describe: Callable[[DiskTierStatistics], DiskTierStatistics] | None = None,
     ) -> None:
         self.core = core
         """The store's memory."""

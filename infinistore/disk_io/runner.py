@@ -90,15 +90,6 @@ class DiskRunner(ABC):
         """
 
     @abstractmethod
-    def remove(self, volume: int, *, timeout_s: float) -> bool:
-        """Serve a disk no longer: forget jobs that have not begun, wait for the others
-        for `timeout_s`, and close the folder.
-
-        Returns False if some of them hang. These still own the memory that they read
-        or write; their results come when, and if, the kernel returns.
-        """
-
-    @abstractmethod
     def submit(self, jobs: Iterable[Job]) -> None:
         """Begin jobs. It neither blocks nor fails: what goes wrong is in their results.
 
@@ -118,7 +109,12 @@ class DiskRunner(ABC):
 
     @abstractmethod
     def close(self, *, timeout_s: float) -> bool:
-        """Remove all disks, and close `fd`; idempotent. Returns False as `remove`."""
+        """Serve no disk any longer: forget jobs that have not begun, wait for the
+        others for `timeout_s`, and close the folders and `fd`. Idempotent.
+
+        Returns False if some jobs hang. These still own the memory that they read or
+        write, until the kernel returns, if it does.
+        """
 
 
 _Returned = TypeVar("_Returned")
@@ -487,11 +483,6 @@ class ThreadRunner(DiskRunner):
             piece_bytes=self._piece_bytes,
         )
 
-    def remove(self, volume: int, *, timeout_s: float) -> bool:
-        """Serve a disk no longer, see `DiskRunner`."""
-        self._check()
-        return self._end([self._disks.pop(volume)], timeout_s)
-
     def submit(self, jobs: Iterable[Job]) -> None:
         """Begin jobs, see `DiskRunner`."""
         self._check()
@@ -517,7 +508,7 @@ class ThreadRunner(DiskRunner):
         return {volume: disk.statistics() for volume, disk in self._disks.items()}
 
     def close(self, *, timeout_s: float) -> bool:
-        """Remove all disks, see `DiskRunner`."""
+        """Serve no disk any longer, see `DiskRunner`."""
         disks, self._disks = list(self._disks.values()), {}
         with self._lock:
             if self._gone:
@@ -525,21 +516,17 @@ class ThreadRunner(DiskRunner):
             self._gone = "the disks of this store are closed"
             self._results = []
             os.close(self.fd)
-        return self._end(disks, timeout_s)
+        deadline = time.monotonic() + timeout_s
+        for disk in disks:
+            disk.stop()
+        ended = [disk.join(timeout_s=max(0.0, deadline - time.monotonic())) for disk in disks]
+        return all(ended)
 
     def let_go(self) -> None:
         """In a forked child, which lacks the threads: close the descriptor."""
         if not self._gone:
             self._gone = FORKED
             os.close(self.fd)
-
-    @staticmethod
-    def _end(disks: Sequence[DiskThreads], timeout_s: float) -> bool:
-        deadline = time.monotonic() + timeout_s
-        for disk in disks:
-            disk.stop()
-        ended = [disk.join(timeout_s=max(0.0, deadline - time.monotonic())) for disk in disks]
-        return all(ended)
 
     def _check(self) -> None:
         if self._gone:

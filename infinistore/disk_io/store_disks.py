@@ -11,8 +11,6 @@ from random import Random
 import attrs
 
 from infinistore.core import StoreCore
-from infinistore.disk.disks import DiskStatistics as OneDisk
-from infinistore.disk.disks import TierStatistics
 from infinistore.disk.settings import TierSettings
 from infinistore.disk.tier import DiskTier
 from infinistore.disk.tiers import Tiers
@@ -41,38 +39,23 @@ class StoreDisks:
             tier.add(volume)
         return Tiers(core, tier, self._describe)
 
-    def _describe(self, found: TierStatistics) -> DiskTierStatistics:
-        names = {field.name for field in attrs.fields(DiskTierStatistics)} - {"disks"}
-        return DiskTierStatistics(
-            disks=[self._disk_statistics(disk) for disk in found.disks],
-            **{name: getattr(found, name) for name in names},
-        )
+    def _describe(self, found: DiskTierStatistics) -> DiskTierStatistics:
+        """Add what the folders and the runner say of each disk."""
+        running = self.runner.statistics()
+        numbers = {volume.name: volume.number for volume in self.volumes}
 
-    def _disk_statistics(self, disk: OneDisk) -> DiskStatistics:
-        volume = disk.volume
-        folder = self.folders[disk.number]
-        runner = self.runner.statistics().get(disk.number)
-        return DiskStatistics(
-            path=str(folder.path),
-            state="recovering" if volume.state == "recovering" and disk.state == "healthy" else disk.state,
-            alarm=disk.alarm,
-            direct=folder.direct,
-            capacity_bytes=volume.capacity_bytes,
-            used_bytes=volume.used_bytes,
-            keys=volume.records,
-            index_bytes=volume.index_bytes,
-            read_blocks=disk.read_blocks,
-            read_bytes=disk.read_bytes,
-            written_blocks=disk.written_blocks,
-            written_bytes=disk.written_bytes,
-            device_written_bytes=volume.written_bytes,
-            queued_reads=0 if runner is None else runner.queued_reads,
-            queued_writes=0 if runner is None else runner.queued_writes,
-            hung_jobs=disk.hung_jobs,
-            damaged_blocks=disk.damaged_blocks,
-            read_errors=disk.read_errors,
-            write_errors=disk.write_errors,
-        )
+        def described(disk: DiskStatistics) -> DiskStatistics:
+            number = numbers[disk.path]
+            jobs = running.get(number)
+            return attrs.evolve(
+                disk,
+                path=str(self.folders[number].path),
+                direct=self.folders[number].direct,
+                queued_reads=0 if jobs is None else jobs.queued_reads,
+                queued_writes=0 if jobs is None else jobs.queued_writes,
+            )
+
+        return attrs.evolve(found, disks=list(map(described, found.disks)))
 
 
 def open_disks(places: Sequence[DiskPlace], random: Random) -> StoreDisks:

@@ -73,8 +73,9 @@ class Machine:
         self.driven: DiskTier | Tiers = self.tier
         """What gives jobs and takes results; `tiers` hides errors that nobody expects.
         """
-        for disk in self.disks:
-            self.tier.add(self.open_volume(disk))
+        self.volumes = [self.open_volume(disk) for disk in self.disks]
+        for volume in self.volumes:
+            self.tier.add(volume)
 
     def open_volume(self, disk: SimulatedDisk) -> Volume:
         superblock = disk.contents(SUPERBLOCK)

@@ -121,8 +121,7 @@ class Run:
 
     def note_reuse(self) -> None:
         """Note whether what was durable may be gone, because disks are full."""
-        disks = self.machine.tier.statistics().disks
-        self.has_reused |= any(disk.volume.recycled_segments for disk in disks)
+        self.has_reused |= any(volume.statistics().recycled_segments for volume in self.machine.volumes)
 
     def check(self) -> None:
         """Recover, and read everything."""
@@ -180,7 +179,7 @@ def test_a_crash_at_any_job_of_a_recovery_changes_nothing(make_run: Callable[...
             run.crash(random.Random(most_jobs))
             run.jobs, run.most_jobs = 0, more
             try:
-                while run.machine.tier.statistics().disks[-1].volume.state == "recovering":
+                while run.machine.volumes[-1].state == "recovering":
                     run.end_a_job()
             except PowerFailure:
                 run.crash(random.Random(more))

@@ -73,8 +73,7 @@ def test_a_disk_that_does_not_answer_fails_the_purge_which_is_done_all_the_same(
     assert machine.peek("a") == [None]
 
 
-@pytest.mark.parametrize("end", ["off", "removed"])
-def test_a_purge_ends_though_a_disk_that_is_given_up_never_recovers(machine: Machine, end: str) -> None:
+def test_a_purge_ends_though_a_disk_that_is_given_up_never_recovers(machine: Machine) -> None:
     machine.put_names("a")
     assert machine.on_disk("a")
     for disk in machine.disks:
@@ -84,16 +83,13 @@ def test_a_purge_ends_though_a_disk_that_is_given_up_never_recovers(machine: Mac
     machine.start_jobs()
     wait = machine.tier.purge(FOREVER)
     assert not machine.step() and not wait.settled
-    if end == "removed":
-        machine.tier.remove(0, FOREVER)
-    else:
-        for hangs in range(3):  # the third time, it is off
-            for job in list(machine.disks[0].under_way) if hangs else []:
-                machine.finish(machine.disks[0], job)
-            machine.start_jobs()
-            machine.clock.now += machine.settings.hang_s
-            machine.start_jobs()
-        assert machine.tier.statistics().disks[0].state == "off"
+    for hangs in range(3):  # the third time, it is off
+        for job in list(machine.disks[0].under_way) if hangs else []:
+            machine.finish(machine.disks[0], job)
+        machine.start_jobs()
+        machine.clock.now += machine.settings.hang_s
+        machine.start_jobs()
+    assert machine.tier.statistics().disks[0].state == "off"
     machine.until(wait)
     assert machine.disks[0].under_way
     with pytest.raises(DiskFailed, match="may be back"):

@@ -5,32 +5,25 @@ else there is room for.
 import random
 
 from infinistore.disk.settings import Admission, TierSettings
-from infinistore.disk.volume import Volume
 from tests.disk.conftest import FOREVER, UNIT_BYTES, Machine, content
-from tests.simulation.disk import SimulatedDisk
 from tests.tables import for_each
 
 NAMES = [f"block {number}" for number in range(300)]
 
 
 class Watched(Machine):
-    """A machine whose memory is larger than its disks, whose volumes can be asked."""
+    """A machine whose memory is larger than its disks."""
 
     def __init__(self, disks: int, seed: int = 0, admission: Admission = "eager") -> None:
-        self.volumes: dict[int, Volume] = {}
         self.left: set[str] = set()
         """What the disks had when it was stopped."""
         settings = TierSettings(admission=admission, group_s=0.001, group_bytes=16 * UNIT_BYTES, wait_s=FOREVER)
         super().__init__(disks=disks, segments=3, pool_bytes=400 * UNIT_BYTES, settings=settings, seed=seed)
         self.settle()
 
-    def open_volume(self, disk: SimulatedDisk) -> Volume:
-        self.volumes[disk.number] = super().open_volume(disk)
-        return self.volumes[disk.number]
-
     def durable(self) -> list[str]:
         """The names whose newest block is on a disk."""
-        found = [volume.contains(NAMES) for volume in self.volumes.values()]
+        found = [volume.contains(NAMES) for volume in self.volumes]
         return [name for name, *there in zip(NAMES, *found, strict=True) if any(there)]
 
     def take_steps(self) -> None:
@@ -56,7 +49,7 @@ class Watched(Machine):
         self.restart()
 
     def recycled(self) -> int:
-        return sum(volume.statistics().recycled_segments for volume in self.volumes.values())
+        return sum(volume.statistics().recycled_segments for volume in self.volumes)
 
     def values(self, names: list[str]) -> dict[str, bytes | None]:
         return dict(zip(names, self.get(*names), strict=True))

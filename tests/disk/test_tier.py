@@ -188,8 +188,7 @@ def test_more_than_the_disks_take_is_skipped_as_whole_batches_tails_first(make_m
     for name in "abcdef":
         machine.put_names(f"{name}1", f"{name}2")
     machine.settle()
-    statistics = machine.tier.statistics()
-    assert (statistics.skipped_blocks, statistics.skipped_bytes) == (8, 8 * UNIT_BYTES)
+    assert machine.tier.statistics().skipped_blocks == 8
     machine.forget_memory()
     assert machine.tier.exists(["a1", "a2", "b1", "b2", "c1", "f2"]) == b"\2\2\2\2\0\0"
 
@@ -613,9 +612,8 @@ def test_what_was_read_of_late_survives_the_reuse_of_its_segment(make_machine: M
             machine.forget_memory()
             assert machine.get("read") == [content("read")]
     assert machine.tier.exists(["unread"]) == b"\0"
-    statistics = machine.tier.statistics()
-    assert statistics.reinserted_blocks > 0
-    assert statistics.disks[0].volume.recycled_segments > 3
+    assert machine.tier.statistics().reinserted_blocks > 0
+    assert machine.volumes[0].statistics().recycled_segments > 3
     assert sum(machine.disks[0].files().values()) <= machine.capacity_bytes
 
 
@@ -694,44 +692,6 @@ def test_a_disk_may_be_replaced_by_a_new_one(make_machine: MakeMachine) -> None:
     assert sum(value is not None for value in machine.get(*NAMES)) == 4
 
 
-def test_a_disk_may_go_and_come_while_the_store_runs(make_machine: MakeMachine) -> None:
-    machine = make_machine(disks=2)
-    for name in NAMES:
-        machine.put_names(name)
-    machine.settle()
-    assert machine.until(machine.tier.remove(1, machine.clock.now + 9)).unmet == 0
-    assert [disk.number for disk in machine.tier.statistics().disks] == [0]
-    with pytest.raises(KeyError, match="disk 1"):
-        machine.tier.remove(1, machine.clock.now + 9)
-    machine.forget_memory()
-    there = [name for name, place in zip(NAMES, machine.tier.exists(NAMES), strict=True) if place]
-    assert len(there) == 4
-    gone = [name for name in NAMES if name not in there]
-    machine.put({gone[0]: b"newer"})
-    assert machine.flush(gone[0]) == 0
-    machine.tier.add(machine.open_volume(machine.disks[1]))
-    machine.settle()
-    assert machine.get(*gone) == [b"newer", None, None, None]
-    machine.put_names(*gone[1:])
-    assert machine.flush(*gone[1:]) == 0
-    machine.restart()
-    assert machine.get(*gone) == [b"newer", *map(content, gone[1:])]
-    assert machine.get(*there) == [content(name) for name in there]
-
-
-def test_what_is_being_written_to_a_disk_that_goes_is_written_to_another(make_machine: MakeMachine) -> None:
-    machine = make_machine(disks=2)
-    machine.put_names("a")
-    machine.begin_writing()
-    (number,) = {job.volume for disk in machine.disks for job in disk.under_way}
-    wait = machine.tier.flush(["a"], machine.clock.now + 9)
-    machine.disks[number].faults.flush_error = 1.0
-    assert machine.until(machine.tier.remove(number, machine.clock.now + 9)).unmet == 0
-    assert machine.until(wait).unmet == 0
-    machine.forget_memory()
-    assert machine.get("a") == [content("a")]
-
-
 @pytest.mark.parametrize("slow", [0, 1])
 def test_what_is_put_again_goes_to_the_disk_that_has_it_while_another_may_have_anything(
     make_machine: MakeMachine, slow: int
@@ -770,8 +730,8 @@ def test_a_batch_that_could_not_be_written_is_written_elsewhere(machine: Machine
         machine.step()
     disk.faults.heal()
     assert machine.until(wait).unmet == 0
-    statistics = machine.tier.statistics().disks[0]
-    assert (statistics.write_errors, statistics.volume.abandoned_segments) == (1, 1)
+    assert machine.tier.statistics().disks[0].write_errors == 1
+    assert machine.volumes[0].statistics().abandoned_segments == 1
     machine.restart()
     assert machine.get("a") == [content("a")]
 
@@ -932,13 +892,13 @@ def test_a_full_disk_is_as_large_as_it_could_be(make_machine: MakeMachine) -> No
             machine.forget_memory()
     statistics = machine.tier.statistics().disks[0]
     assert statistics.state == "healthy"
-    assert statistics.volume.capacity_bytes < 8 * 256 * 1024
+    assert statistics.capacity_bytes < 8 * 256 * 1024
     assert statistics.alarm.startswith("the disk has less room than it was given: its file system is full (ENOSPC)")
     machine.put_names("last")
     assert machine.on_disk("last")
     machine.disks[0].free_bytes = 8 * 256 * 1024
     machine.restart()
-    assert machine.tier.statistics().disks[0].volume.capacity_bytes == 8 * 256 * 1024
+    assert machine.tier.statistics().disks[0].capacity_bytes == 8 * 256 * 1024
     assert machine.tier.statistics().disks[0].alarm == ""
 
 
@@ -987,7 +947,7 @@ def test_a_store_that_is_closed_keeps_what_was_queued(make_machine: MakeMachine)
     wait = machine.tier.close(machine.clock.now + 100)
     assert machine.until(wait).unmet == 0
     assert machine.tier.close(machine.clock.now + 100) is wait
-    assert machine.tier.statistics().disks[0].volume.snapshots == 1
+    assert machine.volumes[0].statistics().snapshots == 1
     machine.restart()
     assert machine.get(*NAMES) == [content(name) for name in NAMES]
 
@@ -1026,7 +986,7 @@ def test_the_index_is_saved_from_time_to_time_if_anything_was_written(machine: M
     for _ in range(3):
         machine.clock.now += 301
         machine.settle()
-    assert machine.tier.statistics().disks[0].volume.snapshots == 1
+    assert machine.volumes[0].statistics().snapshots == 1
 
 
 def test_whoever_drives_the_tier_is_told_of_work_and_sleeps_without(machine: Machine) -> None:
@@ -1066,7 +1026,7 @@ def test_an_older_block_does_not_return_when_both_disks_were_recovering_as_the_n
         machine.put({"b": content(f"b {number}", SEGMENT_BYTES // 8)})
         machine.flush("b")
         machine.forget_memory()
-    assert machine.tier.statistics().disks[1].volume.recycled_segments > 3
+    assert machine.volumes[1].statistics().recycled_segments > 3
     assert machine.get("a") in ([None], [b"newer"])
 
 

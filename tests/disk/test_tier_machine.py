@@ -383,8 +383,7 @@ class TierMachine(RuleBasedStateMachine):
 
     def reuses_segments(self) -> bool:
         """Whether what was durable may have been overwritten: disks were full."""
-        disks = self.machine.tier.statistics().disks
-        self.has_reused |= any(disk.volume.recycled_segments for disk in disks)
+        self.has_reused |= any(volume.statistics().recycled_segments for volume in self.machine.volumes)
         return self.has_reused
 
 

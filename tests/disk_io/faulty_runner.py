@@ -67,10 +67,6 @@ class FaultyRunner(DiskRunner):
         """Serve a disk."""
         self._runner.add(volume, folder)
 
-    def remove(self, volume: int, *, timeout_s: float) -> bool:
-        """Serve a disk no longer."""
-        return self._runner.remove(volume, timeout_s=timeout_s)
-
     def submit(self, jobs: Iterable[Job]) -> None:
         """Begin jobs, or let them fail."""
         passed_on: list[Job] = []

@@ -225,15 +225,6 @@ def test_disks_do_not_wait_for_each_other(runner_of: MakeRunner, tmp_path: Path)
         assert (tmp_path / str(volume) / SEGMENT).read_bytes()[:1] == b"%d" % volume
 
 
-def test_a_disk_that_was_removed_is_free_for_others_and_its_jobs_fail(runner: ThreadRunner, path: Path) -> None:
-    assert runner.remove(0, timeout_s=60)
-
-    [result] = run(runner, [Flush(0, SEGMENT)])
-    assert result.errno == errno.ENODEV
-    assert runner.statistics() == {}
-    open_folder(path).close()
-
-
 def test_memory_is_let_go_once_its_job_was_answered(runner: ThreadRunner) -> None:
     class Memory(bytearray):
         """One that can be watched."""

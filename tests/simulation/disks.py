@@ -208,10 +208,6 @@ class _Runner(DiskRunner):
     def add(self, volume: int, folder: DiskFolder) -> None:
         """Do nothing: it serves all disks from the start."""
 
-    def remove(self, volume: int, *, timeout_s: float) -> bool:
-        """Disks of servers are not taken out."""
-        raise NotImplementedError
-
     def submit(self, jobs: Iterable[Job]) -> None:
         """Begin jobs."""
         if self._is_closed:
