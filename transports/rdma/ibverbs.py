@@ -25,7 +25,7 @@ import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from importlib import import_module
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import attrs
 
@@ -40,16 +40,19 @@ _REMEDY = (
     "install pyverbs for this Python (Debian, for the system's Python: apt-get install python3-pyverbs, and link"
     " /usr/lib/python3/dist-packages/pyverbs into the virtual environment's site-packages)"
 )
-_loading = threading.Lock()
+_lock = threading.Lock()
+"""Held while pyverbs is imported, and while a device or a channel is opened: that is
+the descriptor that was not there before.
+"""
 
 
-def _load_again_in_child() -> None:
+def _after_fork_in_child() -> None:
     # It may have been held by a thread that the child does not have.
-    global _loading  # noqa: PLW0603
-    _loading = threading.Lock()
+    global _lock  # noqa: PLW0603
+    _lock = threading.Lock()
 
 
-os.register_at_fork(after_in_child=_load_again_in_child)
+os.register_at_fork(after_in_child=_after_fork_in_child)
 
 
 @attrs.frozen
@@ -73,7 +76,7 @@ def load_pyverbs(load: Callable[[str], Any] = import_module) -> Pyverbs:
     Raises:
         NoRdma: it is not installed, or does not fit this Python or this machine.
     """
-    with _loading, _without_log_settings():
+    with _lock, _without_log_settings():
         try:
             load("pyverbs")
             parts = [load(f"pyverbs.{name}") for name in ("device", "pd", "cq", "qp", "mr", "wr", "addr")]
@@ -146,35 +149,10 @@ class QueueParts(NamedTuple):
     fd: int
 
 
-class OpenPort(Protocol):
-    """What a queue pair needs of the device that it belongs to."""
-
-    port: ChosenPort
-    mtu: int
-    """The bytes in a packet, at most."""
-    reads: int
-    """How many reads of its peer a queue pair accepts at a time."""
-    initiator_depth: int
-    """How many reads of its own a queue pair has in flight, at most."""
-
-    @property
-    def place(self) -> str:
-        """The port and its address, for people."""
-
-    def work(self, operation: Operation) -> WorkRequests:
-        """Return the work requests that all queue pairs of this device post."""
-
-    def look_again(self) -> None:
-        """Choose the port's address again."""
-
-    def forget(self, queue: "VerbsQueue") -> None:
-        """Note that a queue pair was closed."""
-
-
 class VerbsQueue:
     """A queue pair, as `infinistore.transports.rdma.verbs.Queue` describes."""
 
-    def __init__(self, pyverbs: Pyverbs, device: OpenPort, parts: QueueParts, *, serves: bool) -> None:
+    def __init__(self, pyverbs: Pyverbs, device: "VerbsDevice", parts: QueueParts, *, serves: bool) -> None:
         self.fd = parts.fd
         self.endpoint = Endpoint(
             parts.pair.qp_num, secrets.randbits(24), device.port.gid, device.port.lid, device.mtu, device.reads
@@ -285,16 +263,6 @@ LONGEST_BYTES = 1 << 30
 """In one work request, if the device allows as much."""
 EVENT_DESCRIPTOR = "anon_inode:[infinibandevent]"
 """What the descriptor of a completion channel leads to."""
-_opening = threading.Lock()  # a channel's descriptor is the one that was opened meanwhile, so nobody else may
-
-
-def _open_again_in_child() -> None:
-    # It may have been held by a thread that the child does not have.
-    global _opening  # noqa: PLW0603
-    _opening = threading.Lock()
-
-
-os.register_at_fork(after_in_child=_open_again_in_child)
 
 
 def open_device(
@@ -356,7 +324,7 @@ class VerbsDevice:
         self._closed = False
         self._regions: set[VerbsRegion] = set()
         self._queues: set[VerbsQueue] = set()
-        with self._refusing("cannot be opened"), _opening:
+        with self._refusing("cannot be opened"), _lock:
             self._context = pyverbs.device.Context(name=port.device)
         try:
             with self._refusing("cannot be used"):
@@ -369,7 +337,9 @@ class VerbsDevice:
         self.limits = DeviceLimits(min(MOST_REQUESTS, attributes.max_qp_wr), min(found.max_msg_sz, LONGEST_BYTES))
         self.mtu = 128 << min(found.active_mtu, 5)  # enum ibv_mtu: 1 is 256 bytes
         self.reads = max(1, min(attributes.max_qp_rd_atom, 16))
+        """How many reads of its peer a queue pair accepts at a time."""
         self.initiator_depth = max(1, min(attributes.max_qp_init_rd_atom, 16))
+        """How many reads of its own a queue pair has in flight, at most."""
         # A device that nobody closed must not be left to the garbage collector, which
         # would crash the process.
         atexit.register(self.close)
@@ -448,7 +418,7 @@ class VerbsDevice:
         pyverbs 44 does not tell the descriptor, so it is the one that was not there
         before.
         """
-        with _opening:
+        with _lock:
             before = self._event_descriptors()
             channel = self._pyverbs.cq.CompChannel(self._context)
             made.append(channel)
