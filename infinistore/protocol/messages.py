@@ -992,13 +992,13 @@ class Abort(Request):
 
 
 @_frozen
-class RdmaConnectReply(Reply):
-    """The server's queue pair, which is connected.
+class QueuePair(Message):
+    """One end of an RDMA connection.
 
-    The fields are those of `RdmaConnect`.
+    `queue` and `packet` are the number of the queue pair and of its first packet. `gid`
+    has 32 hexadecimal digits.
     """
 
-    KIND = 0xA0
     CAPABILITY = Capability.RDMA
     queue: int = attrs.field(validator=_count)
     packet: int = attrs.field(validator=_count)
@@ -1009,24 +1009,21 @@ class RdmaConnectReply(Reply):
 
 
 @_frozen
-class RdmaConnect(Request):
+class RdmaConnectReply(QueuePair, Reply):
+    """The server's queue pair, which is connected."""
+
+    KIND = 0xA0
+
+
+@_frozen
+class RdmaConnect(QueuePair, Request):
     """Connect the client's queue pair to a new one of the server.
 
     RDMA requests may follow.
-
-    `queue` and `packet` are the number of the queue pair and of its first packet. `gid`
-    has 32 hexadecimal digits.
     """
 
     KIND = 0x20
     REPLY = RdmaConnectReply
-    CAPABILITY = Capability.RDMA
-    queue: int = attrs.field(validator=_count)
-    packet: int = attrs.field(validator=_count)
-    gid: str = attrs.field(validator=_text)
-    lid: int = attrs.field(default=0, validator=_count)
-    mtu: int = attrs.field(default=1024, validator=_count)
-    reads: int = attrs.field(default=1, validator=_count)
 
 
 @_frozen
