@@ -2,17 +2,13 @@
 
 import logging
 import ssl
-from typing import TYPE_CHECKING
 
 from infinistore.access.audit import Audit
+from infinistore.config import ServerConfig
 from infinistore.errors import ConfigError
 from infinistore.transports.base import Stream
 from infinistore.transports.tls.session import TlsSession, client_context, server_context, trust
 from infinistore.transports.tls.trio_stream import TlsStream
-
-if TYPE_CHECKING:
-    from pathlib import Path
-
 
 _log = logging.getLogger("infinistore.server")
 
@@ -20,25 +16,19 @@ _log = logging.getLogger("infinistore.server")
 class Certificates:
     """What new connections use. Those that are open keep what they began with."""
 
-    def __init__(
-        self,
-        cert: "Path",
-        key: "Path | None",
-        client_ca: "Path | None",
-        peer_ca: "Path | None" = None,
-        audit: Audit | None = None,
-    ) -> None:
+    def __init__(self, config: ServerConfig, audit: Audit | None = None) -> None:
         """`audit` hears of each time that the files are read again.
 
         Raises:
             ConfigError: a file cannot be used.
         """
+        assert config.tls_cert is not None
         self._audit = audit or Audit()
-        self._files = cert, key, client_ca
-        self._peer_ca = peer_ca
+        self._files = config.tls_cert, config.tls_key, config.tls_client_ca
+        self._peer_ca = config.tls_peer_ca
         self.context, self._management = self._load()
         # A file that cannot be used is known at once. Most servers ask no others.
-        self._peers = None if peer_ca is None else self._load_peers()
+        self._peers = None if self._peer_ca is None else self._load_peers()
 
     @property
     def asks_clients(self) -> bool:

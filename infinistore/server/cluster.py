@@ -13,7 +13,7 @@ notice. Cancelled, it lets go of everything at once.
 import logging
 import math
 from collections.abc import AsyncGenerator, Awaitable, Callable, Collection, Container, Iterator, Mapping, Sequence
-from contextlib import AbstractAsyncContextManager, asynccontextmanager, contextmanager
+from contextlib import AbstractAsyncContextManager, ExitStack, asynccontextmanager, contextmanager
 from functools import partial
 from pathlib import Path
 from typing import Final, Unpack
@@ -690,14 +690,13 @@ class ClusterService:
 
     async def _drain_on_request(self) -> None:
         """Drain whenever somebody asks for it, until the server is told to stop."""
-        remove = self._membership.add_listener(self._look) if self._registrar is None else _nothing
-        try:
+        with ExitStack() as resources:
+            if self._registrar is None:
+                resources.callback(self._membership.add_listener(self._look))
             async with trio.open_nursery() as nursery:
                 nursery.start_soon(self._drainer.run)
                 await self._server.drain_begun()
                 nursery.cancel_scope.cancel()
-        finally:
-            remove()
 
     def _look(self, view: View) -> None:
         """Look what a file says of this node, and warn if it says nothing."""
@@ -773,10 +772,6 @@ class ClusterService:
             drains=list(view.drains),
             drain=self._drainer.statistics(),
         )
-
-
-def _nothing() -> None:
-    """There is nothing to end."""
 
 
 def _node_of(config: ServerConfig, server: Server, host_name: str) -> Node:

@@ -466,7 +466,7 @@ def load_certificates(config: ServerConfig, audit: Audit | None = None) -> "Cert
         return None
     from infinistore.server.certificates import Certificates  # late: most servers have no TLS
 
-    return Certificates(config.tls_cert, config.tls_key, config.tls_client_ca, config.tls_peer_ca, audit)
+    return Certificates(config, audit)
 
 
 def load_policy(config: ServerConfig, token: str) -> OneTenant | TenantPolicy:

@@ -107,7 +107,7 @@ async def test_a_pair_that_does_not_fit_changes_nothing_and_is_logged(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     files, other = issue(tmp_path), issue(tmp_path, stem="other")
-    certificates = Certificates(files.cert, files.key, None)
+    certificates = Certificates(make_config(**settings(files)))
     before = certificates.context
     files.key.write_bytes(other.key.read_bytes())
     reloads = Reloads()
@@ -207,7 +207,7 @@ async def test_authorities_for_other_nodes_are_renewed_without_a_restart(tmp_pat
 
 async def test_a_node_is_asked_who_it_is_over_tls(tmp_path: Path) -> None:
     files = issue(tmp_path)
-    certificates = Certificates(files.cert, files.key, files.ca)
+    certificates = Certificates(make_config(**settings(files), tls_client_ca=files.ca))
     async with running_server(make_config(**settings(files), tls_client_ca=files.ca)) as server:
         node = Node(id="a", address=f"infinistores://127.0.0.1:{server.server.addresses.port}")
         instance = server.server.telemetry.instance
