@@ -9,6 +9,7 @@ gives a sign of life again and again; the supervisor counts its silence in beats
 own, so no clock is compared, and a machine that slept kills no shard.
 """
 
+import enum
 import os
 import pickle
 import signal
@@ -54,11 +55,6 @@ class Start:
 
 
 @attrs.frozen
-class Alive:
-    """From a shard, again and again: its event loop runs."""
-
-
-@attrs.frozen
 class Listening:
     """From a shard: it has its ports, and has not taken memory yet."""
 
@@ -73,11 +69,6 @@ class Met:
 
 
 @attrs.frozen
-class Serving:
-    """From a shard: it serves clients."""
-
-
-@attrs.frozen
 class Refused:
     """From a shard: it cannot start, with these settings or on this machine."""
 
@@ -85,21 +76,24 @@ class Refused:
     problem: str
 
 
-@attrs.frozen
-class Reload:
+class Signal(enum.Enum):
+    """Messages that need no more than a word."""
+
+    ALIVE = "alive"
+    """From a shard, again and again: its event loop runs."""
+    SERVING = "serving"
+    """From a shard: it serves clients."""
+    RELOAD = "reload"
     """To a shard: reload, as at SIGHUP."""
-
-
-@attrs.frozen
-class Drain:
+    DRAIN = "drain"
     """To a shard: finish the requests under way, then stop."""
 
 
-Message: TypeAlias = Start | Alive | Listening | Met | Serving | Refused | Reload | Drain
+Message: TypeAlias = Start | Listening | Met | Refused | Signal
 
 
 class Link:
-    """One end. Within Trio only, except for `receive_first`."""
+    """One end. Within Trio only."""
 
     def __init__(self, sock: socket.socket) -> None:
         self._plain = sock
@@ -132,13 +126,6 @@ class Link:
     def close(self) -> None:
         """Close this end. Idempotent."""
         self._sock.close()
-
-
-def _receive_start(sock: socket.socket) -> Start | None:
-    """Wait for the first message to a shard, without Trio; None if there is none."""
-    data = sock.recv(_LONGEST_BYTES)
-    start: Start | None = pickle.loads(data) if data else None
-    return start
 
 
 def beat_of(bound_s: float) -> float:
@@ -185,59 +172,52 @@ class ShardProcess:
     """
 
     def __init__(self, descriptor: int) -> None:
-        self._sock = socket.socket(fileno=descriptor)
-        start = _receive_start(self._sock)
-        if start is None:
+        sock = socket.socket(fileno=descriptor)
+        first = sock.recv(_LONGEST_BYTES)
+        if not first:
             raise EOFError
-        self.start: Start = start
+        self.start: Start = pickle.loads(first)
         """Its settings."""
+        self._link = Link(sock)
+        self._server: Server | None = None
+        self._met = trio.Event()
+        self._shards: Sequence[Shard] = ()
+        self._scope = trio.CancelScope()
+        self._reloads = Reloads()
+        self._reloads.add(self._reload)
 
     async def run(self, on_serving: Callable[[], None]) -> None:
         """Serve until told to stop; report a refusal to start to the supervisor."""
-        link = Link(self._sock)
         refused: Refused | None = None
-        async with trio.open_nursery() as nursery:
-            served = _Served(link, self.start, on_serving, nursery.cancel_scope)
-            nursery.start_soon(served.obey)
-            nursery.start_soon(served.beat)
-            await nursery.start(served.drain_on_signal)
-            await nursery.start(reload_on_signal, served.reloads)
-            refused = await served.run()
-            nursery.cancel_scope.cancel()
+        with self._scope:
+            async with trio.open_nursery() as nursery:
+                nursery.start_soon(self._obey)
+                nursery.start_soon(self._beat)
+                await nursery.start(self._drain_on_signal)
+                await nursery.start(reload_on_signal, self._reloads)
+                refused = await self._serve(on_serving)
+                nursery.cancel_scope.cancel()
         if refused is not None:
-            await link.send(refused)
-        link.close()
+            await self._link.send(refused)
+        self._link.close()
 
-
-class _Served:
-    def __init__(self, link: Link, start: Start, on_serving: Callable[[], None], scope: trio.CancelScope) -> None:
-        self._link = link
-        self._start = start
-        self._on_serving = on_serving
-        self._scope = scope
-        self._server: Server | None = None
-        self._met: trio.Event = trio.Event()
-        self._shards: Sequence[Shard] = ()
-        self.reloads = Reloads()
-        self.reloads.add(self._reload)
-
-    async def run(self) -> Refused | None:
+    async def _serve(self, on_serving: Callable[[], None]) -> Refused | None:
         """Serve. Return the reason if the shard cannot start."""
-        start = self._start
+        start = self.start
         refused = None
         environment = Environment(
             open_listeners=partial(_listen, start.management_socket),
             meet_shards=self._meet,
             run_in_thread=partial(_run_on_any_core, frozenset(os.sched_getaffinity(0))),
         )
+        serving = trio.Event()
+
+        def listening(server: Server) -> None:
+            self._server = server
+            serving.set()
+
         async with trio.open_nursery() as nursery:
-            serving = trio.Event()
-
-            def listening(server: Server) -> None:
-                self._server = server
-                serving.set()
-
-            nursery.start_soon(self._tell_when, serving)
+            nursery.start_soon(self._tell_when, serving, on_serving)
             try:
                 await run_server(start.config, environment=environment, on_listening=listening)
             except (ConfigError, OutOfMemory) as error:
@@ -245,38 +225,38 @@ class _Served:
             nursery.cancel_scope.cancel()
         return refused
 
-    async def _tell_when(self, serving: trio.Event) -> None:
+    async def _tell_when(self, serving: trio.Event, on_serving: Callable[[], None]) -> None:
         await serving.wait()
-        if self._start.core is not None:
+        if self.start.core is not None:
             with suppress(OSError):  # the core has been taken away since
-                os.sched_setaffinity(0, [self._start.core])
-        self._on_serving()
-        await self._link.send(Serving())
+                os.sched_setaffinity(0, [self.start.core])
+        on_serving()
+        await self._link.send(Signal.SERVING)
 
     async def _meet(self, addresses: ServerAddresses) -> Sequence[Shard]:
         await self._link.send(Listening(addresses))
         await self._met.wait()
         return self._shards
 
-    async def beat(self) -> None:
+    async def _beat(self) -> None:
         """Send a sign of life in each beat."""
         while True:
-            await self._link.send(Alive())
-            await trio.sleep(self._start.beat_s)
+            await self._link.send(Signal.ALIVE)
+            await trio.sleep(self.start.beat_s)
 
-    async def obey(self) -> None:
+    async def _obey(self) -> None:
         """Follow the supervisor's messages; end with the supervisor."""
         while (message := await self._link.receive()) is not None:
             if isinstance(message, Met):
                 self._shards = message.shards
                 self._met.set()
-            elif isinstance(message, Drain):
+            elif message is Signal.DRAIN:
                 self._drain()
-            elif isinstance(message, Reload):
-                await self.reloads.run()
+            elif message is Signal.RELOAD:
+                await self._reloads.run()
         self._scope.cancel()
 
-    async def drain_on_signal(self, *, task_status: trio.TaskStatus[None]) -> None:
+    async def _drain_on_signal(self, *, task_status: trio.TaskStatus[None]) -> None:
         """Drain on SIGTERM; end on another one."""
         with trio.open_signal_receiver(signal.SIGTERM) as signals:
             task_status.started()

@@ -42,18 +42,7 @@ from infinistore.server.shards.fleet import (
     prepare_disks,
     siblings_here,
 )
-from infinistore.server.shards.shard import (
-    Drain,
-    Link,
-    Listening,
-    Met,
-    Refused,
-    Reload,
-    Serving,
-    Silence,
-    Start,
-    beat_of,
-)
+from infinistore.server.shards.shard import Link, Listening, Met, Refused, Signal, Silence, Start, beat_of
 from infinistore.server.take_over.kept import forget_kept
 from infinistore.service_manager import ServiceManager
 from infinistore.transports.sockets.trio_streams import listen_tcp
@@ -211,7 +200,7 @@ class _Supervisor:
         problems = await own.run()
         for link in list(self._links.values()):
             with suppress(StoreUnavailable, OSError, trio.BrokenResourceError, trio.ClosedResourceError):  # it has gone
-                await link.send(Reload())
+                await link.send(Signal.RELOAD)
         return "; ".join(problems)
 
     async def tell_when_serving(
@@ -318,7 +307,7 @@ class _Supervisor:
                     if self.fleet.places() is not None:
                         self._met.set()
                     nursery.start_soon(self._introduce, link)
-                elif isinstance(message, Serving):
+                elif message is Signal.SERVING:
                     shard.serving(trio.current_time())
                     if self.fleet.all_serve:
                         self._all_serve.set()
@@ -342,7 +331,7 @@ class _Supervisor:
     async def _drain_one(self, link: Link, process: trio.Process) -> None:
         """Have a shard drain when all do; end it if that takes too long."""
         await self._drain.wait()
-        await link.send(Drain())
+        await link.send(Signal.DRAIN)
         await trio.sleep(self._drain_timeout_s + _LAST_STEPS_S)
         process.kill()
 
