@@ -17,7 +17,7 @@ import pytest
 import trio
 
 import infinistore
-from infinistore import blocking
+from infinistore import aio, blocking
 from infinistore.errors import StoreUnavailable
 from tests import warm
 from tests.bad_days.servers import ServerHere, running_server_here
@@ -89,7 +89,32 @@ def test_the_program_for_trio_in_the_readme(server: ServerHere, tmp_path: Path) 
 
 
 def test_the_stores_that_can_be_opened(server: ServerHere) -> None:
-    run(with_server(program("docs/opening-a-store.md", "aio.open_store").replace("1 << 30", "1 << 22"), server))
+    run(with_server(program("docs/opening-a-store.md", "import infinistore").replace("1 << 30", "1 << 22"), server))
+
+
+def test_a_store_as_long_as_a_service(server: ServerHere, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    page = "docs/opening-a-store.md"
+
+    async def started_and_stopped(service: Any) -> None:
+        await service.start()
+        assert not await service.store.exists("nothing")
+        await service.stop()
+
+    async def served(app: Any) -> None:
+        async with app.router.lifespan_context(app):
+            assert not await app.state.store.exists("nothing")
+
+    names = run(with_server(program(page, "aio.connect"), server), aio=aio, blocking=blocking)
+    assert names["value"] is None
+    asyncio.run(started_and_stopped(names["Service"]()))
+    asyncio.run(served(run(with_server(program(page, "Starlette"), server), aio=aio)["app"]))
+    monkeypatch.chdir(tmp_path)
+    cache = run(with_server(program(page, "ExitStack"), server), blocking=blocking)["Cache"](server.url)
+    assert not cache.store.exists("nothing")
+    cache.close()
+    with pytest.raises(StoreUnavailable, match="closed"):
+        cache.store.exists("nothing")
+    assert cache.log.closed
 
 
 def test_the_store_with_a_disk(tmp_path: Path) -> None:
