@@ -45,6 +45,7 @@ PUBLIC_NAMES = [
     "__version__",
     "aio",
     "blocking",
+    "connect",
     "evict_cache",
     "get_kvmap_len",
     "open_store",
