@@ -245,6 +245,17 @@ def test_what_waits_is_written_although_all_before_it_was_evicted(tmp_path: Path
         assert written > 0
 
 
+def test_what_waits_is_written_although_others_close_the_store_too(tmp_path: Path, loops: Loops) -> None:
+    blocks, config = blocks_of(4 * MIB), with_disk(tmp_path / "disk", prealloc_bytes=8 * MIB)
+    with STORES["embedded-threads"](loops, config, {}, 1) as opened, ThreadPoolExecutor() as threads:
+        opened.store.put_many(blocks)
+        for closed in [threads.submit(opened.store.close) for _ in range(4)]:
+            closed.result()
+    with STORES["embedded-threads"](loops, config, {}, 1) as opened:
+        until_recovered(opened)
+        assert read(opened.store, list(blocks)) == list(blocks.values())
+
+
 @pytest.mark.parametrize("kind", ON_DISK)
 def test_a_pool_over_a_disk_of_32_times_its_size(kind: str, loops: Loops, tmp_path: Path) -> None:
     check_a_small_pool_over_a_large_disk(kind, loops, tmp_path / "disk", POOL_BYTES, BLOCK_BYTES)

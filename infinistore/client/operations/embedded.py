@@ -233,6 +233,7 @@ class EmbeddedStore:
         """Runs the disks, if there are any."""
         self._looker: Client | None = None
         self._closed = ""
+        self._closing = threading.RLock()  # a signal handler may close it, too
         self.forked = False
         """Whether this is a forked child, which has to leave it alone."""
         let_go_in_child(self)
@@ -246,16 +247,18 @@ class EmbeddedStore:
 
     def close(self) -> None:
         """Give the memory back as soon as nobody looks at it. With disks, write what
-        waits for them first, which takes some seconds at most.
+        waits for them first, which takes some seconds at most. Another thread that
+        closes it meanwhile waits, too.
         """
-        with self.lock:
-            first = not self._closed
-            self._closed = self._closed or "this store is closed; open another one"
-        if first and self.disks is not None:
-            self.disks.close()
-        with self.lock:
-            self.pool.close()
-        self.returns.flush()
+        with self._closing:
+            with self.lock:
+                first = not self._closed
+                self._closed = self._closed or "this store is closed; open another one"
+            if first and self.disks is not None:
+                self.disks.close()
+            with self.lock:
+                self.pool.close()
+            self.returns.flush()
 
     def let_go(self) -> None:
         """In a forked child: the memory is not there, and the lock may be held by a
@@ -265,6 +268,7 @@ class EmbeddedStore:
         self.forked = True
         self.returns = _CoreReturns(self.core)
         self.lock = self.returns.lock
+        self._closing = threading.RLock()
         for arena in self.pool.arenas:
             arena.abandon()
         if self.disks is not None:
