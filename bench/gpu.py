@@ -565,8 +565,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--report", type=Path, help=f"file of JSON ({DEFAULT_REPORT.relative_to(_TOP)})")
     parser.add_argument("--device", default="cuda", help="cpu is a dry run (cuda)")
     parser.add_argument("--model", choices=["2GiB", "15GiB"], default="2GiB", help="size of the Llama in bf16 (2GiB)")
+    parser.add_argument("--describe", action="store_true", help="only print which machine this is")
     parser.add_argument("--peer", nargs=2, help=argparse.SUPPRESS)
     given = parser.parse_args(arguments)
+    if given.describe:
+        print(machine(given.device))
+        return 0
     if given.device != "cpu" and not has_gpu():
         print("there is no GPU here: nothing was measured; --device cpu is a dry run")
         return 0

@@ -40,8 +40,10 @@ LEFT_OUT: Final[dict[str, dict[str, str]]] = {
         "make demo": _CI,
     },
     "docs/gpu.md": {
+        "build/luggage/run": _GPU,
         "make test-gpu": _GPU,
         "python bench/gpu.py": _GPU,
+        "python scripts/luggage.py": "it needs the network; tests/bench/test_gpu_machine.py checks what it packs",
     },
     "docs/kubernetes.md": {
         "ask &&": _KUBERNETES,
