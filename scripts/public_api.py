@@ -24,6 +24,7 @@ MODULES = (
     "infinistore.allocators.contract",
     "infinistore.transports",
     "infinistore.mover_contract",
+    "infinistore.scheduling",
     "infinistore.integrations.lmcache",
     "infinistore.integrations.lmcache_l2",
     "infinistore.integrations.sglang",

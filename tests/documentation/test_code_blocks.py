@@ -32,6 +32,7 @@ RUN = {
     "docs/opening-a-store.md": "in test_fragments.py",
     "docs/operations.md": "in test_fragments.py",
     "docs/rdma.md": "in test_fragments.py, without a device",
+    "docs/scheduling.md": "in test_fragments.py",
     "docs/security.md": "in test_fragments.py",
 }
 """Where the programs of each page run."""

@@ -16,6 +16,7 @@ from infinistore.cluster.documents import read_file
 from infinistore.config import load_server_config
 from infinistore.integrations.vllm.scheduler import read_prompts
 from infinistore.integrations.vllm.settings import ConnectorSettings
+from infinistore.scheduling import POLICY_ENTRY_POINT_GROUP
 from infinistore.transports.registry import ENTRY_POINT_GROUP as TRANSPORTS
 from tests.documentation.blocks import PROJECT, Block, blocks
 
@@ -40,7 +41,7 @@ def tenants(text: str, _: Path) -> None:
 
 def entry_point(text: str, _: Path) -> None:
     (group,) = tomllib.loads(text)["project"]["entry-points"]
-    assert group in (allocators.ENTRY_POINT_GROUP, TRANSPORTS)
+    assert group in (allocators.ENTRY_POINT_GROUP, TRANSPORTS, POLICY_ENTRY_POINT_GROUP)
 
 
 def part_of_an_example(text: str, _: Path) -> None:
@@ -89,6 +90,7 @@ READERS = {
     ("docs/lmcache.md", "remote_url"): part_of_an_example,
     ("docs/operations.md", "kind: Pod"): pod_of_a_server,
     ("docs/operations.md", "scrape_configs"): scrape,
+    ("docs/scheduling.md", "fewest-requests"): entry_point,
     ("docs/tenants.md", "operator"): tenants,
     ("docs/tenants.md", "groups:"): tenants,
     ("docs/testing.md", "survivor"): survivor,

@@ -192,3 +192,14 @@ def test_the_parts_of_a_mover_are_those_of_the_example() -> None:
     example = (PROJECT / "examples" / "loopback_mover.py").read_text()
     for line in program("docs/add-a-mover.md", "LOOPBACK =").split("\n\n"):
         assert line in example
+
+
+def test_a_request_is_scheduled_by_a_policy_of_the_library_and_by_one_of_your_own(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    names = run(programs("docs/scheduling.md")[0].code)
+    assert capsys.readouterr().out == "http://10.0.0.1:8000: the first token in 0.50 s\n"
+    engines = names["engines"]
+    engines[0].send("request 2", names["request"], 20.0)
+    policy = run(programs("docs/scheduling.md")[1].code)["FewestRequests"]()
+    assert policy.pick(names["request"], engines, 20.0) is engines[1]

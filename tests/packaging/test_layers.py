@@ -62,6 +62,8 @@ MAY_IMPORT: dict[str, set[str]] = {
     "access": {"errors", "settings", "sizes", "tenant_limits"},
     "protocol": {"errors", "keys", "statistics"},
     "transports": {"errors", "host", "kept_errors", "settings", "sizes", "statistics", "protocol"},
+    # Decisions; a router or a connector measures and acts.
+    "scheduling": {"errors"},
     # Decisions; what asks etcd and reads files lies above.
     "cluster": {"addresses", "errors", "settings", "sizes"},
     # protocol, transports: a node is asked who it is.
