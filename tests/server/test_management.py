@@ -2,6 +2,9 @@
 does, and who may ask for it.
 """
 
+import base64
+import hashlib
+import re
 import socket
 import threading
 from collections.abc import AsyncIterator, Iterator
@@ -11,6 +14,7 @@ from pathlib import Path
 from typing import Any
 from unittest import mock
 
+import attrs
 import pytest
 import schemathesis
 import trio
@@ -29,7 +33,18 @@ from infinistore.server import serve
 from infinistore.server.composition import run_server
 from infinistore.server.environment import Environment
 from infinistore.server.listeners import Listeners, open_listeners
+from infinistore.server.management import operations
 from infinistore.server.management.selftest import SELFTEST_PREFIX, check_transports
+from infinistore.statistics import (
+    ClientStatistics,
+    DiskStatistics,
+    DiskTierStatistics,
+    ListedNode,
+    MembershipStatistics,
+    ServerDetails,
+    ServerStatistics,
+    StoreStatistics,
+)
 from infinistore.transports.sockets.trio_streams import connect_tcp
 from infinistore.transports.tls.session import TlsSession, client_context
 from infinistore.transports.tls.trio_stream import TlsStream
@@ -39,6 +54,7 @@ from tests.server.running import KIB, MIB, POOL_BYTES, RunningServer, make_confi
 from tests.server.test_disk_faults import Faults
 from tests.transports.certificates import issue
 
+HOME = Path(operations.__file__).with_name("home.html")
 TOKEN = "a-secret-\N{SNOWMAN}"
 AUTHORIZED = {"Authorization": f"Bearer {TOKEN}".encode().decode("latin-1")}
 
@@ -142,8 +158,42 @@ async def test_statistics_are_those_of_the_clients() -> None:
     assert [(one["name"], one["requests"], one["received_bytes"]) for one in clients] == [("me", 1, 108)]
 
 
+async def test_the_page_for_people_needs_no_token_has_no_figures_and_runs_its_own_script_only(token_file: Path) -> None:
+    async with running_server(make_config(token_file=token_file)) as server:
+        answer = await get(server, "/")
+        assert (await get(server, "/stats")).status == 401
+        described = (await ask(server.server.addresses.management[0], "GET", "/openapi.json", headers=AUTHORIZED)).json
+    page = answer.body.decode()
+    assert (answer.status, answer.headers["content-type"]) == (200, "text/html; charset=utf-8")
+    (script,) = re.findall(r"<script>(.*)</script>", page, re.DOTALL)
+    digest = base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()
+    assert f"script-src 'sha256-{digest}'" in answer.headers["content-security-policy"]
+    assert not re.search(r"//\w|src=|@import", page)  # nothing comes from elsewhere
+    asked = set(re.findall(r'href="(\w[\w.]*)|get\("(\w+)', page))
+    assert {f"/{a or b}" for a, b in asked} <= {*described["paths"], "/openapi.json"}
+
+
+@pytest.mark.parametrize(
+    ("name", "kind"),
+    [
+        ("store", StoreStatistics),
+        ("server", ServerStatistics),
+        ("details", ServerDetails),
+        ("client", ClientStatistics),
+        ("one", DiskStatistics),
+        ("disk", DiskTierStatistics),
+        ("cluster", MembershipStatistics),
+        ("node", ListedNode),
+    ],
+)
+def test_the_page_for_people_shows_figures_that_there_are(name: str, kind: type) -> None:
+    shown = set(re.findall(rf"\b{name}\.(\w+)", HOME.read_text()))
+    assert shown
+    assert shown <= {field.name for field in attrs.fields(kind)}
+
+
 async def test_what_is_not_there_is_said_to_be_not_there(server: RunningServer) -> None:
-    for path in ("/", "/purge/", "/%00", "/stats/../purge"):
+    for path in ("//", "/purge/", "/%00", "/stats/../purge"):
         answer = await get(server, path)
         assert (answer.status, answer.json) == (404, {"error": "Not Found"})
     answer = await get(server, "/purge")

@@ -9,11 +9,14 @@ nothing that a page sends changes the store, and a name that the page's owner ma
 led here (DNS rebinding) is not answered.
 """
 
+import base64
+import hashlib
 import ipaddress
 import socket
 import types
 from collections.abc import Awaitable, Callable, Collection, Sequence
 from functools import partial
+from pathlib import Path
 from typing import Any, Final, TypeAlias, Union, get_args, get_origin, get_type_hints
 from urllib.parse import urlsplit
 
@@ -308,10 +311,25 @@ def application_of(
         access.check(request, Role.MONITOR)
         return JSONResponse(described)
 
-    routes.append(Route("/openapi.json", openapi))
+    routes += [Route("/openapi.json", openapi), Route("/", _home)]
     application = Starlette(routes=routes, exception_handlers={HTTPException: _error})
     application.router.redirect_slashes = False
     return application
+
+
+async def _home(request: Request) -> Response:
+    """The page for people. It has no figures: its script asks the API for them, with
+    the token that its reader types.
+    """
+    return Response(_HOME, media_type="text/html", headers={"Content-Security-Policy": _ONLY_ITSELF})
+
+
+_HOME: Final = Path(__file__).with_name("home.html").read_text("utf-8")
+_SCRIPT: Final = _HOME.partition("<script>")[2].partition("</script>")[0]
+_ONLY_ITSELF: Final = (
+    "default-src 'none'; connect-src 'self'; style-src 'unsafe-inline'; form-action 'none'; frame-ancestors 'none'; "
+    f"base-uri 'none'; script-src 'sha256-{base64.b64encode(hashlib.sha256(_SCRIPT.encode()).digest()).decode()}'"
+)
 
 
 async def _answer(api: object, operation: Operation, access: Access, request: Request) -> Response:
