@@ -77,6 +77,7 @@ class _SkipsWithoutTorch(pytest.Module):
 
 
 if os.environ.get("TEST_TORCH") == "none":
+    collect_ignore = ["gpu"]  # whose conftest is loaded before there is a module to skip
 
     def pytest_pycollect_makemodule(module_path: Path, parent: pytest.Collector) -> pytest.Module:
         return _SkipsWithoutTorch.from_parent(parent, path=module_path)

@@ -71,6 +71,18 @@ def test_pytorch_can_be_left_out_and_the_tests_are_told(torch: str, extra: str) 
     assert f'".[{extra}]"' in install
 
 
+@pytest.mark.process
+def test_without_pytorch_folders_whose_conftest_needs_it_are_left_out() -> None:
+    without = "import sys; sys.modules['torch'] = None; import pytest; sys.exit(pytest.main(sys.argv[1:]))"
+    others = [f"--ignore={path}" for path in (PROJECT / "tests").iterdir() if path.name not in {"gpu", "tensors"}]
+    command = [sys.executable, "-c", without, "--collect-only", "-q", "-p", "no:cacheprovider", *others, "tests"]
+    done = subprocess.run(
+        command, cwd=PROJECT, env={**os.environ, "TEST_TORCH": "none"}, capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 0, done.stdout
+    assert "test_blocks.py needs PyTorch" in done.stdout
+
+
 def test_the_versions_that_tests_run_with_are_pinned_and_can_be_left_to_pip() -> None:
     fresh = ["test", "test-integrations", f"PYTHON={sys.executable}", "VENV=.venvs/none-such", "--always-make"]
     pinned = [line for line in commands_of(*fresh) if "--editable" in line]
