@@ -89,10 +89,11 @@ def save_cache(
     try:
         stored = int(store.match_prefix(keys))
         for first, end in _batches(stored, blocks, layout.block_bytes):
-            staging = layout.staging(end - first)
+            gathered = layout.buffer(end - first)
             span = slice(first * block_tokens, end * block_tokens)
-            for source, target in zip(tensors, layout.views(staging), strict=True):
+            for source, target in zip(tensors, layout.views(gathered), strict=True):
                 target.copy_(layout.split(source[:, :, span].detach()))
+            staging = layout.to_host(gathered)
             store.put_many(zip(keys[first:end], staging.unbind(), strict=True), replace=False, ttl_s=ttl_s)
             stored = end
     except InfiniStoreException as error:
@@ -153,7 +154,7 @@ def _read(store: BlockingStore, layout: "_CacheLayout", keys: list[str]) -> "lis
             staging = layout.staging(end - first)
             lengths = store.get_many_into(zip(keys[first:end], staging.unbind(), strict=True))
             span = slice(first * layout.block_tokens, end * layout.block_tokens)
-            for source, target in zip(layout.views(staging), tensors, strict=True):
+            for source, target in zip(layout.views(layout.to_device(staging)), tensors, strict=True):
                 layout.split(target[:, :, span]).copy_(source)
             good = next((i for i, length in enumerate(lengths) if length != layout.block_bytes), len(lengths))
             found += good
@@ -266,14 +267,39 @@ class _CacheLayout:
         shape = (1, self.heads, blocks * self.block_tokens, self.head_size)
         return [torch.empty(shape, dtype=self.dtype, device=self.device) for _ in range(2 * self.layers)]
 
-    def staging(self, blocks: int) -> "torch.Tensor":
-        """Return a buffer for blocks in host memory.
+    def buffer(self, blocks: int) -> "torch.Tensor":
+        """Return a buffer for blocks on the model's device.
 
         Shape: [blocks, 2 * layers, heads, tokens, head size].
         """
         import torch
 
-        return torch.empty((blocks, 2 * self.layers, self.heads, self.block_tokens, self.head_size), dtype=self.dtype)
+        return torch.empty(self._shape(blocks), dtype=self.dtype, device=self.device)
+
+    def staging(self, blocks: int) -> "torch.Tensor":
+        """Return a buffer for blocks in host memory, pinned for a GPU. Shape: as
+        `buffer`.
+        """
+        import torch
+
+        return torch.empty(self._shape(blocks), dtype=self.dtype, pin_memory=self._is_cuda)
+
+    def to_host(self, buffer: "torch.Tensor") -> "torch.Tensor":
+        """Return the blocks of a buffer in host memory: by one copy, or in place."""
+        return buffer if self.device.type == "cpu" else self.staging(len(buffer)).copy_(buffer)
+
+    def to_device(self, staging: "torch.Tensor") -> "torch.Tensor":
+        """Return blocks of host memory on the device, for what is computed there next:
+        by one copy, or in place. PyTorch keeps pinned memory for as long as it is read.
+        """
+        return staging.to(self.device, non_blocking=self._is_cuda)
+
+    @property
+    def _is_cuda(self) -> bool:
+        return self.device.type == "cuda"
+
+    def _shape(self, blocks: int) -> tuple[int, ...]:
+        return blocks, 2 * self.layers, self.heads, self.block_tokens, self.head_size
 
     def views(self, staging: "torch.Tensor") -> "tuple[torch.Tensor, ...]":
         """Return keys and values of each layer: [blocks, heads, tokens, head size]."""
