@@ -39,8 +39,7 @@ from infinistore.server.movers.base import ConnectionMover, Mover
 from infinistore.server.movers.inline import InlineMover
 from infinistore.server.movers.rdma import RdmaMover
 from infinistore.server.movers.shm import LivenessPipe, ShmMover
-from infinistore.server.session.requests import open_movers
-from infinistore.server.session.session import Session
+from infinistore.server.session.session import Session, open_movers
 from infinistore.transports import Transport
 from tests.server.running import (
     KIB,

@@ -13,7 +13,7 @@ from infinistore.access.tenants import digest_of, make_token
 from infinistore.core.removals import MOST_KEYS
 from infinistore.errors import InvalidRequest, PermissionDenied, StoreUnavailable
 from infinistore.protocol.messages import MISSING, FollowRemovals, FollowRemovalsReply
-from infinistore.server.session.requests import MAX_WAIT_S
+from infinistore.server.session.session import MAX_WAIT_S
 from tests.server.running import (
     KIB,
     Peer,

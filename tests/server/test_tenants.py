@@ -35,7 +35,7 @@ from infinistore.protocol.messages import (
     Statistics,
 )
 from infinistore.server.composition import run_server
-from infinistore.server.session.requests import OF_OPERATORS, ROLES, refusals
+from infinistore.server.session.session import OF_OPERATORS, ROLES, refusals
 from infinistore.tenant_limits import TenantLimits
 from infinistore.transports.base import drive
 from infinistore.transports.tls.session import TlsSession, client_context
