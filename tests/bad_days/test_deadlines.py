@@ -204,7 +204,7 @@ def hastened(store: Any) -> Iterator[None]:
 
 
 def slots(store: Any) -> tuple[Any, Any]:
-    return store.payload_slots, store.lookup_slots
+    return store.payload_turns, store.lookup_turns
 
 
 @UNDISTURBED_OR_NOT

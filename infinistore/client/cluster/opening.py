@@ -17,7 +17,7 @@ import attrs
 from infinistore.client.cluster.calls import LOST, ClusterCalls
 from infinistore.client.cluster.everywhere import HANDLERS
 from infinistore.client.cluster.nodes import PING, Nodes, OpenStore
-from infinistore.client.connection.calls import Calls, Terms
+from infinistore.client.connection.calls import LOOKUP_CONNECTIONS, PLAIN, WAITING_CONNECTIONS, Calls, Terms
 from infinistore.client.environment import Environment
 from infinistore.client.memory.buffers import Registration
 from infinistore.client.movers.rdma import StoreRdma
@@ -41,12 +41,13 @@ _LEAST_CONNECTIONS: Final = 2
 class ClusterStore:
     """What the stores of a cluster have in common: under Trio, asyncio and threads.
 
-    `make` makes the store of one node. `clock` is that of the nodes' stores. `rdma` and
-    `shard_ports` are given if the nodes are the shards of one server, whose store was
-    open before.
+    `make` makes the store of one node. `rdma` and `shard_ports` are given if the nodes
+    are the shards of one server, whose store was open before.
     """
 
     is_cluster = True
+    clock: Callable[[], float]
+    """That of the deadlines, here and of the nodes' stores."""
 
     def __init__(
         self,
@@ -55,14 +56,13 @@ class ClusterStore:
         environment: Environment,
         make: Callable[..., Any],
         *,
-        clock: Callable[[], float],
         rdma: StoreRdma | None = None,
         shard_ports: tuple[int, ...] | None = None,
     ) -> None:
         self.verifies = options.verify == "always"
         self.place = str(url)
         self._owns_rdma = rdma is None
-        self.rdma = shared = rdma or StoreRdma(options, clock, forced=options.transport == "rdma")
+        self.rdma = shared = rdma or StoreRdma(options, self.clock, forced=options.transport == "rdma")
         if self._owns_rdma:
             let_go_in_child(self.rdma)
 
@@ -76,7 +76,7 @@ class ClusterStore:
             from infinistore.cluster_io.thread import open_membership  # late: etcd takes 20 ms to import
 
             membership = open_membership(url, options.token, options.tls)
-        self.calls = ClusterCalls(Nodes(membership, make_node), HANDLERS, options, clock)
+        self.calls = ClusterCalls(Nodes(membership, make_node), HANDLERS, options, self.clock)
 
     def close(self) -> None:
         """Close the stores of the nodes; their connections when the calls under way
@@ -143,36 +143,39 @@ def _place(address: StoreUrl, shard: Shard) -> str:
 
 
 def options_of_shard(options: Options, count: int) -> Options:
-    """Return the options of the store of one of `count` shards, which share the
-    connections of the whole.
-    """
+    """Return the options of one of `count` shards, which share the connections."""
     share = -(-options.max_connections // count)
     return attrs.evolve(options, max_connections=max(share, min(_LEAST_CONNECTIONS, options.max_connections)))
 
 
 class RemoteStore(Generic[_Cluster]):
-    """What the stores of one server have in common: under Trio, asyncio and threads.
+    """What the stores of one server have in common: under Trio, asyncio and threads. It
+    connects when it is first used, or at once by `connect`.
 
-    Look-ups have connections of their own, and never wait behind blocks. `cluster` is
-    the class of the store that it goes on as if its server has shards. `clock` is that
-    of its deadlines.
+    Look-ups have connections of their own, and never wait behind blocks. `environment`
+    is that of this process, unless a simulation gives another.
     """
 
+    clock: Callable[[], float]
+    """That of the deadlines."""
+    _make_cluster: Callable[..., _Cluster]
+    """The class of the store that it goes on as if its server has shards."""
+    _make_turns: Callable[[int], Any]
+    _connect_sockets: Callable[..., Any]
+
     def __init__(
-        self,
-        address: StoreUrl,
-        options: Options,
-        environment: Environment | None,
-        terms: Terms,
-        *,
-        cluster: Callable[..., _Cluster],
-        clock: Callable[[], float],
+        self, address: StoreUrl, options: Options, environment: Environment | None = None, *, terms: Terms = PLAIN
     ) -> None:
-        self.verifies = options.verify == "always"
         self.place = str(address)
+        self.verifies = options.verify == "always"
         self._environment = environment = environment or Environment()
-        self.calls: Calls[Any] = Calls(address, options, clock, environment.random, environment.machine, terms=terms)
-        self._make_cluster = cluster
+        self._connect = environment.connect or self._connect_sockets
+        self.payload_turns = self._make_turns(options.max_connections)
+        self.waiting_turns = self._make_turns(WAITING_CONNECTIONS)
+        self.lookup_turns = self._make_turns(LOOKUP_CONNECTIONS)
+        self.calls: Calls[Any] = Calls(
+            address, options, self.clock, environment.random, environment.machine, terms=terms
+        )
         self._sharded: _Cluster | None = None  # since its server was found to have shards
         self._going_on = threading.Lock()
 

@@ -8,36 +8,35 @@ import asyncio
 import math
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from contextlib import suppress
 from functools import partial
 from typing import Any, TypeVar, Unpack, assert_never, cast
 
 from infinistore.client.api.store import AsyncOpening, AsyncStore
-from infinistore.client.cluster.opening import SILENT_AFTER, ClusterStore, RemoteStore, ask_if_there
-from infinistore.client.connection.calls import LOOKUP_CONNECTIONS, PLAIN, WAITING_CONNECTIONS, Attempt, Terms
+from infinistore.client.cluster.opening import SILENT_AFTER, ask_if_there
+from infinistore.client.connection.calls import Attempt
 from infinistore.client.connection.effects import (
-    Background,
     Call,
     CallEffect,
     ClusterCall,
-    ClusterEffect,
     Connect,
-    InThread,
     Outcome,
     Part,
     Sleep,
-    Together,
     outcome_of,
 )
 from infinistore.client.connection.routing import ShardsFound
+from infinistore.client.drivers.async_stores import (
+    AsyncClusterStore,
+    AsyncEmbeddedStore,
+    AsyncRemoteStore,
+    connected,
+)
 from infinistore.client.environment import Environment
-from infinistore.client.movers.rdma import StoreRdma
 from infinistore.client.operations.embedded import AwaitDisk, EmbeddedOperations, EmbeddedStore
-from infinistore.client.options import Options, StoreUrl, explained, make_options
+from infinistore.client.options import StoreUrl, explained, make_options
 from infinistore.client.store_options import StoreOptions
-from infinistore.client.worker_threads import in_thread
-from infinistore.cluster.locate import ClusterUrl
 from infinistore.errors import StoreUnavailable
 from infinistore.kept_errors import KeptError
 from infinistore.protocol.effects import Fill, Pause, Receive, ReceiveDescriptors, Send
@@ -49,9 +48,7 @@ _T = TypeVar("_T")
 
 
 async def asyncio_gather(parts: Sequence[Part]) -> list[Outcome]:
-    """Carry out parts at the same time, under asyncio; return their outcomes in
-    order.
-    """
+    """Carry out parts at the same time; return their outcomes in order."""
     if len(parts) == 1:
         return [await _outcome(parts[0])]
     if not parts:
@@ -111,7 +108,7 @@ async def _race(part: Part) -> Outcome:
     return hedge.settle(first, others)
 
 
-class ClusterAsyncioStore(ClusterStore, AsyncStore):
+class ClusterAsyncioStore(AsyncClusterStore):
     """Calls to the nodes of a cluster, from tasks of any loop. `make` makes the store
     of one node.
 
@@ -119,22 +116,13 @@ class ClusterAsyncioStore(ClusterStore, AsyncStore):
     `close`, from any thread.
     """
 
-    def __init__(
-        self,
-        url: ClusterUrl,
-        options: Options,
-        environment: Environment,
-        make: Callable[..., Any],
-        *,
-        rdma: StoreRdma | None = None,
-        shard_ports: tuple[int, ...] | None = None,
-    ) -> None:
-        self._tasks: dict[asyncio.Task[None], asyncio.AbstractEventLoop] = {}
-        super().__init__(url, options, environment, make, clock=time.monotonic, rdma=rdma, shard_ports=shard_ports)
+    clock = staticmethod(time.monotonic)
+    _gather = staticmethod(asyncio_gather)
+    _sleep_for = staticmethod(asyncio.sleep)
 
-    async def connect(self) -> None:
-        """Ask all nodes whether they are there; one of them must be."""
-        await self.drive(self.calls.check())
+    def __init__(self, *arguments: Any, **shared: Any) -> None:
+        self._tasks: dict[asyncio.Task[None], asyncio.AbstractEventLoop] = {}
+        super().__init__(*arguments, **shared)
 
     def close(self) -> None:
         """Close the stores of the nodes; their connections when the calls under way
@@ -152,33 +140,10 @@ class ClusterAsyncioStore(ClusterStore, AsyncStore):
         if mine:
             await asyncio.wait(mine)
 
-    async def _call(self, request: StoreRequest[_T]) -> _T:
-        return await self.drive(self.calls.call(request))
-
-    async def drive(self, call: ClusterCall[_T]) -> _T:
-        """Run a call."""
-        result: Any = None
-        try:
-            effect: ClusterEffect = call.send(None)
-            while True:
-                if isinstance(effect, Together):
-                    result = await asyncio_gather(effect.parts)
-                elif isinstance(effect, Background):
-                    task = asyncio.create_task(self.drive(effect.work))
-                    self._tasks[task] = asyncio.get_running_loop()
-                    task.add_done_callback(self._forget)
-                    result = True
-                elif isinstance(effect, InThread):
-                    await in_thread(effect.work)
-                elif isinstance(effect, Sleep):
-                    await asyncio.sleep(effect.seconds)
-                else:
-                    assert_never(effect)
-                effect = call.send(result)
-        except StopIteration as stop:
-            return cast("_T", stop.value)
-        finally:
-            call.close()
+    def _begin(self, work: ClusterCall[None]) -> None:
+        task = asyncio.create_task(self.drive(work))
+        self._tasks[task] = asyncio.get_running_loop()
+        task.add_done_callback(self._forget)
 
     def _forget(self, task: asyncio.Task[None]) -> None:
         self._tasks.pop(task, None)
@@ -229,35 +194,10 @@ async def connect(
         # Taking the memory of the pool takes a moment, and leaves no thread behind when
         # it is cancelled.
         return _EmbeddedAsyncioStore(EmbeddedStore(options), options)
-    store: ClusterAsyncioStore | RemoteAsyncioStore
-    if isinstance(address, ClusterUrl):
-        store = ClusterAsyncioStore(address, options, environment or Environment(), RemoteAsyncioStore)
-    else:
-        store = RemoteAsyncioStore(address, options, environment)
-    try:
-        if not options.lazy:
-            await store.connect()
-    except BaseException:
-        await store.aclose()
-        raise
-    return store
+    return await connected(address, options, environment, ClusterAsyncioStore, RemoteAsyncioStore)
 
 
-class _EmbeddedAsyncioStore(AsyncStore):
-    def __init__(self, store: EmbeddedStore, options: Options) -> None:
-        self.embedded = store
-        """The engine."""
-        self.verifies = options.verify == "always"
-
-    async def aclose(self) -> None:
-        if self.embedded.disks is None:
-            self.embedded.close()
-        else:  # which takes a while
-            await in_thread(self.embedded.close)
-
-    def mapped_arenas(self) -> list[tuple[memoryview, memoryview | None]]:
-        return self.embedded.mapped_arenas()
-
+class _EmbeddedAsyncioStore(AsyncEmbeddedStore):
     async def _call(self, request: StoreRequest[_T]) -> _T:
         self.embedded.check_usable()
         await asyncio.sleep(0)
@@ -277,48 +217,23 @@ class _EmbeddedAsyncioStore(AsyncStore):
             operations.close()
 
 
-class RemoteAsyncioStore(RemoteStore[ClusterAsyncioStore], AsyncStore):
-    """Calls to a server. It connects when it is first used, or at once by `connect`;
-    whoever makes one calls `close`, from any thread.
-    """
+class RemoteAsyncioStore(AsyncRemoteStore[ClusterAsyncioStore]):
+    """Calls to a server. Whoever makes one calls `close`, from any thread."""
 
-    def __init__(
-        self,
-        address: StoreUrl,
-        options: Options,
-        environment: Environment | None = None,
-        *,
-        terms: Terms = PLAIN,
-    ) -> None:
-        super().__init__(address, options, environment, terms, cluster=ClusterAsyncioStore, clock=time.monotonic)
-        self._connect = self._environment.connect or self._connect_sockets
-        self.payload_slots = Slots(options.max_connections)
-        self.waiting_slots = Slots(WAITING_CONNECTIONS)
-        self.lookup_slots = Slots(LOOKUP_CONNECTIONS)
-        self._owes_a_turn = False
+    clock = staticmethod(time.monotonic)
+    _make_cluster = ClusterAsyncioStore
+    _owes_a_turn = False
 
-    async def connect(self) -> None:
-        """Make the first connection, without retries: a wrong address or token is known
-        at once.
-        """
-        attempt = self.calls.attempt()
+    @staticmethod
+    def _make_turns(free: int) -> "Slots":
+        return Slots(free)
+
+    async def _in_time(self, call: Call[None], attempt: Attempt) -> None:
         try:
             async with asyncio.timeout(self.calls.options.deadline_s):
-                await self._drive(self.calls.first(attempt), attempt)
-        except ShardsFound as found:
-            sharded = self._go_on(found.shards, None)
+                await self._drive(call, attempt)
         except TimeoutError:
             raise self.calls.deadline_exceeded(attempt) from None
-        else:
-            return
-        if sharded is not None:
-            await sharded.connect()
-
-    async def aclose(self) -> None:
-        """Close the store, and wait until its work in the background has ended."""
-        self.close()
-        if self._sharded is not None:
-            await self._sharded.aclose()
 
     async def _call(self, request: StoreRequest[_T], within_s: float | None = None) -> _T:
         if self._sharded is not None:
@@ -326,9 +241,9 @@ class RemoteAsyncioStore(RemoteStore[ClusterAsyncioStore], AsyncStore):
         self.calls.pool.check_open()
         attempt = self.calls.attempt(idempotent=request.idempotent, within_s=within_s)
         limit_s = self.calls.options.deadline_s if within_s is None else within_s
-        slots = self.payload_slots if request.moves_blocks else self.lookup_slots
+        slots = self.payload_turns if request.moves_blocks else self.lookup_turns
         if request.waits:
-            slots = self.waiting_slots
+            slots = self.waiting_turns
         if self._owes_a_turn:  # and now, when nothing is lost if this is cancelled
             self._owes_a_turn = False
             await asyncio.sleep(0)
@@ -342,14 +257,6 @@ class RemoteAsyncioStore(RemoteStore[ClusterAsyncioStore], AsyncStore):
         except TimeoutError:
             raise self.calls.deadline_exceeded(attempt) from None
         return await self._call_shards(request)
-
-    async def _call_shards(self, request: StoreRequest[_T]) -> _T:
-        while (sharded := self._sharded) is not None:
-            try:
-                return await sharded._call(request)
-            except ShardsFound as found:
-                self._go_on(found.shards, sharded)
-        return await self._call(request)
 
     async def _drive(self, call: Call[_T], attempt: Attempt) -> _T:  # noqa: C901, PLR0912  # one dispatch
         """Run a call. A broken stream is raised inside it, so that it can try again."""
@@ -451,9 +358,7 @@ class Slots:
             self._hand_on()
 
     def _take_back(self) -> None:
-        """Hand on the slots that were on their way to loops that have been closed
-        since.
-        """
+        """Hand on the slots that were on their way to loops that were closed."""
         for turn, loop in list(self._on_the_way.items()):
             if loop.is_closed() and self._on_the_way.pop(turn, None) is not None:
                 self._hand_on()

@@ -24,7 +24,7 @@ from infinistore.client.api.blocking_store import BlockingOpening, BlockingStore
 from infinistore.client.cluster.calls import LOST
 from infinistore.client.cluster.nodes import PING
 from infinistore.client.cluster.opening import SILENT_AFTER, ClusterStore, RemoteStore, check_not_silent
-from infinistore.client.connection.calls import LOOKUP_CONNECTIONS, PLAIN, WAITING_CONNECTIONS, Attempt, Terms
+from infinistore.client.connection.calls import Attempt
 from infinistore.client.connection.effects import (
     Background,
     Call,
@@ -42,7 +42,6 @@ from infinistore.client.connection.pool import ConnectionPool, Turn, Turns, new_
 from infinistore.client.connection.routing import ENDED, ShardsFound
 from infinistore.client.environment import Environment
 from infinistore.client.memory.views import Leased
-from infinistore.client.movers.rdma import StoreRdma
 from infinistore.client.operations.embedded import AwaitDisk, EmbeddedOperations, EmbeddedStore
 from infinistore.client.options import Options, StoreUrl, explained, make_options
 from infinistore.client.store_options import StoreOptions
@@ -81,9 +80,7 @@ class Ending:
             attempt.deadline = ENDED
 
     def end(self) -> None:
-        """End the call, from any thread. After its end, this changes nothing that
-        matters.
-        """
+        """End the call, from any thread, if it has not ended."""
         self.ended = True
         if self._at_work is not None:
             attempt, turns, pool = self._at_work
@@ -224,9 +221,7 @@ class BlockingRaces:
                 race.answered(None)
 
     def _next(self) -> _Race | None:
-        """Wait for the next part that is late; None if there is none for a while, or at
-        the end.
-        """
+        """Wait for the next late part; None if none is for a while, or at the end."""
         with self._changed:
             while not self._closed:
                 while self._due and self._due[0][2].part is None:
@@ -267,9 +262,7 @@ def _carry_out(part: Part, ending: Ending | None) -> Outcome:
 
 
 class _Job:
-    """Something that whoever takes it first carries out: a thread of the pool, or the
-    caller.
-    """
+    """Work for whoever takes it first: a thread of the pool, or the caller."""
 
     __slots__ = ("_done", "_taken", "_work", "error", "outcome")
 
@@ -425,19 +418,12 @@ class ClusterBlockingStore(ClusterStore, BlockingStore):
     work. Whoever makes a store calls `close`, from any thread.
     """
 
-    def __init__(
-        self,
-        url: ClusterUrl,
-        options: Options,
-        environment: Environment,
-        make: Callable[..., Any],
-        *,
-        rdma: StoreRdma | None = None,
-        shard_ports: tuple[int, ...] | None = None,
-    ) -> None:
+    clock = staticmethod(time.monotonic)
+
+    def __init__(self, *arguments: Any, **shared: Any) -> None:
         self._threads = PartThreads()
         self._background = _BackgroundThread(self._threads)
-        super().__init__(url, options, environment, make, clock=time.monotonic, rdma=rdma, shard_ports=shard_ports)
+        super().__init__(*arguments, **shared)
 
     def connect(self) -> None:
         """Ask all nodes whether they are there; one of them must be."""
@@ -626,28 +612,14 @@ class _EmbeddedBlockingStore(BlockingStore):
 
 
 class RemoteBlockingStore(RemoteStore[ClusterBlockingStore], BlockingStore):
-    """Calls to a server. It connects when it is first used, or at once by `connect`;
-    whoever makes one calls `close`, from any thread.
-    """
+    """Calls to a server. Whoever makes one calls `close`, from any thread."""
 
-    def __init__(
-        self,
-        address: StoreUrl,
-        options: Options,
-        environment: Environment | None = None,
-        *,
-        terms: Terms = PLAIN,
-    ) -> None:
-        super().__init__(address, options, environment, terms, cluster=ClusterBlockingStore, clock=time.monotonic)
-        self._connect = self._environment.connect or self._connect_sockets
-        self.payload_turns = Turns(options.max_connections)
-        self.waiting_turns = Turns(WAITING_CONNECTIONS)
-        self.lookup_turns = Turns(LOOKUP_CONNECTIONS)
+    clock = staticmethod(time.monotonic)
+    _make_cluster = ClusterBlockingStore
+    _make_turns = Turns
 
     def connect(self) -> None:
-        """Make the first connection, without retries: a wrong address or token is known
-        at once.
-        """
+        """Connect, without retries: a wrong address or token is known at once."""
         attempt = self.calls.attempt()
         attempt.turn = turn = new_turn()
         try:

@@ -10,7 +10,7 @@ cancelled leaves no part behind.
 """
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from contextlib import suppress
 from functools import partial
 from typing import Any, TypeVar, Unpack, assert_never, cast
@@ -19,30 +19,30 @@ import trio
 from trio.lowlevel import in_trio_task
 
 from infinistore.client.api.store import AsyncOpening, AsyncStore
-from infinistore.client.cluster.opening import SILENT_AFTER, ClusterStore, RemoteStore, ask_if_there
-from infinistore.client.connection.calls import LOOKUP_CONNECTIONS, PLAIN, WAITING_CONNECTIONS, Attempt, Terms
+from infinistore.client.cluster.opening import SILENT_AFTER, ask_if_there
+from infinistore.client.connection.calls import Attempt
 from infinistore.client.connection.effects import (
-    Background,
     Call,
     CallEffect,
     ClusterCall,
-    ClusterEffect,
     Connect,
-    InThread,
     Outcome,
     Part,
     Sleep,
-    Together,
     outcome_of,
 )
 from infinistore.client.connection.routing import ShardsFound
+from infinistore.client.drivers.async_stores import (
+    AsyncClusterStore,
+    AsyncEmbeddedStore,
+    AsyncRemoteStore,
+    connected,
+)
 from infinistore.client.environment import Environment
-from infinistore.client.movers.rdma import StoreRdma
 from infinistore.client.operations.embedded import AwaitDisk, EmbeddedOperations, EmbeddedStore
-from infinistore.client.options import Options, StoreUrl, explained, make_options
+from infinistore.client.options import StoreUrl, explained, make_options
 from infinistore.client.store_options import StoreOptions
 from infinistore.client.worker_threads import in_thread
-from infinistore.cluster.locate import ClusterUrl
 from infinistore.errors import StoreUnavailable
 from infinistore.kept_errors import KeptError
 from infinistore.protocol.effects import Fill, Pause, Receive, ReceiveDescriptors, Send
@@ -107,37 +107,20 @@ async def _race(part: Part) -> Outcome:
     return hedge.settle(first, others)
 
 
-class ClusterTrioStore(ClusterStore, AsyncStore):
+class ClusterTrioStore(AsyncClusterStore):
     """Calls to the nodes of a cluster. `make` makes the store of one node.
 
     What goes on after a call does so in system tasks, which end with the store: a
     nursery around the caller's `async with` would wrap its errors.
     """
 
-    def __init__(
-        self,
-        url: ClusterUrl,
-        options: Options,
-        environment: Environment,
-        make: Callable[..., Any],
-        *,
-        rdma: StoreRdma | None = None,
-        shard_ports: tuple[int, ...] | None = None,
-    ) -> None:
-        self._ended: dict[trio.CancelScope, trio.Event] = {}
-        super().__init__(
-            url,
-            options,
-            environment,
-            make,
-            clock=trio.current_time,
-            rdma=rdma,
-            shard_ports=shard_ports,
-        )
+    clock = staticmethod(trio.current_time)
+    _gather = staticmethod(trio_gather)
+    _sleep_for = staticmethod(trio.sleep)
 
-    async def connect(self) -> None:
-        """Ask all nodes whether they are there; one of them must be."""
-        await self.drive(self.calls.check())
+    def __init__(self, *arguments: Any, **shared: Any) -> None:
+        self._ended: dict[trio.CancelScope, trio.Event] = {}
+        super().__init__(*arguments, **shared)
 
     async def aclose(self) -> None:
         """Close the store, and wait until what goes on in the background has ended."""
@@ -149,31 +132,8 @@ class ClusterTrioStore(ClusterStore, AsyncStore):
             for event in ended:
                 await event.wait()
 
-    async def _call(self, request: StoreRequest[_T]) -> _T:
-        return await self.drive(self.calls.call(request))
-
-    async def drive(self, call: ClusterCall[_T]) -> _T:
-        """Run a call."""
-        result: Any = None
-        try:
-            effect: ClusterEffect = call.send(None)
-            while True:
-                if isinstance(effect, Together):
-                    result = await trio_gather(effect.parts)
-                elif isinstance(effect, Background):
-                    trio.lowlevel.spawn_system_task(self._go_on, effect.work, name="infinistore cluster")
-                    result = True
-                elif isinstance(effect, InThread):
-                    await in_thread(effect.work)
-                elif isinstance(effect, Sleep):
-                    await trio.sleep(effect.seconds)
-                else:
-                    assert_never(effect)
-                effect = call.send(result)
-        except StopIteration as stop:
-            return cast("_T", stop.value)
-        finally:
-            call.close()
+    def _begin(self, work: ClusterCall[None]) -> None:
+        trio.lowlevel.spawn_system_task(self._go_on, work, name="infinistore cluster")
 
     async def _go_on(self, work: ClusterCall[None]) -> None:
         with trio.CancelScope() as scope:
@@ -225,35 +185,13 @@ async def connect(
     address, options = make_options(url, given)
     if address is None:
         return _EmbeddedTrioStore(await in_thread(lambda: EmbeddedStore(options)), options)
-    store: ClusterTrioStore | RemoteTrioStore
-    if isinstance(address, ClusterUrl):
-        store = ClusterTrioStore(address, options, environment or Environment(), RemoteTrioStore)
-    else:
-        store = RemoteTrioStore(address, options, environment)
-    try:
-        if not options.lazy:
-            await store.connect()
-    except BaseException:
-        await store.aclose()
-        raise
-    return store
+    return await connected(address, options, environment, ClusterTrioStore, RemoteTrioStore)
 
 
-class _EmbeddedTrioStore(AsyncStore):
-    def __init__(self, store: EmbeddedStore, options: Options) -> None:
-        self.embedded = store
-        """The engine."""
-        self.verifies = options.verify == "always"
-
+class _EmbeddedTrioStore(AsyncEmbeddedStore):
     async def aclose(self) -> None:
-        if self.embedded.disks is None:
-            self.embedded.close()
-        else:  # which takes a while
-            with trio.CancelScope(shield=True):
-                await in_thread(self.embedded.close)
-
-    def mapped_arenas(self) -> list[tuple[memoryview, memoryview | None]]:
-        return self.embedded.mapped_arenas()
+        with trio.CancelScope(shield=True):
+            await super().aclose()
 
     async def _call(self, request: StoreRequest[_T]) -> _T:
         self.embedded.check_usable()
@@ -289,46 +227,17 @@ async def _disk(effect: AwaitDisk) -> None:
         await done.wait()
 
 
-class RemoteTrioStore(RemoteStore[ClusterTrioStore], AsyncStore):
-    """Calls to a server. `environment` is that of this process, unless a simulation
-    gives another.
-    """
+class RemoteTrioStore(AsyncRemoteStore[ClusterTrioStore]):
+    """Calls to a server."""
 
-    def __init__(
-        self,
-        address: StoreUrl,
-        options: Options,
-        environment: Environment | None = None,
-        *,
-        terms: Terms = PLAIN,
-    ) -> None:
-        super().__init__(address, options, environment, terms, cluster=ClusterTrioStore, clock=trio.current_time)
-        self._connect = self._environment.connect or self._connect_sockets
-        self.payload_slots = trio.Semaphore(options.max_connections)
-        self.waiting_slots = trio.Semaphore(WAITING_CONNECTIONS)
-        self.lookup_slots = trio.Semaphore(LOOKUP_CONNECTIONS)
+    clock = staticmethod(trio.current_time)
+    _make_cluster = ClusterTrioStore
+    _make_turns = trio.Semaphore
 
-    async def connect(self) -> None:
-        """Make the first connection, without retries: a wrong address or token is known
-        at once.
-        """
-        attempt = self.calls.attempt()
-        try:
-            with trio.CancelScope(deadline=attempt.deadline):
-                await self._drive(self.calls.first(attempt), attempt)
-                return
-        except ShardsFound as found:
-            sharded = self._go_on(found.shards, None)
-        else:
-            raise self.calls.deadline_exceeded(attempt)
-        if sharded is not None:
-            await sharded.connect()
-
-    async def aclose(self) -> None:
-        """Close the store, and wait until what goes on in the background has ended."""
-        self.close()
-        if self._sharded is not None:
-            await self._sharded.aclose()
+    async def _in_time(self, call: Call[None], attempt: Attempt) -> None:
+        with trio.CancelScope(deadline=attempt.deadline):
+            return await self._drive(call, attempt)
+        raise self.calls.deadline_exceeded(attempt)
 
     async def _call(self, request: StoreRequest[_T], within_s: float | None = None) -> _T:
         if self._sharded is not None:
@@ -336,9 +245,9 @@ class RemoteTrioStore(RemoteStore[ClusterTrioStore], AsyncStore):
         calls = self.calls
         calls.pool.check_open()
         attempt = calls.attempt(idempotent=request.idempotent, within_s=within_s)
-        slots = self.payload_slots if request.moves_blocks else self.lookup_slots
+        slots = self.payload_turns if request.moves_blocks else self.lookup_turns
         if request.waits:
-            slots = self.waiting_slots
+            slots = self.waiting_turns
         try:
             with trio.CancelScope(deadline=attempt.deadline):
                 await trio.lowlevel.checkpoint_if_cancelled()
@@ -357,14 +266,6 @@ class RemoteTrioStore(RemoteStore[ClusterTrioStore], AsyncStore):
         else:
             raise calls.deadline_exceeded(attempt)
         return await self._call_shards(request)
-
-    async def _call_shards(self, request: StoreRequest[_T]) -> _T:
-        while (sharded := self._sharded) is not None:
-            try:
-                return await sharded._call(request)
-            except ShardsFound as found:
-                self._go_on(found.shards, sharded)
-        return await self._call(request)
 
     async def _drive(self, call: Call[_T], attempt: Attempt) -> _T:  # noqa: C901, PLR0912  # one dispatch
         """Run a call. A broken stream is raised inside it, so that it can try again.
