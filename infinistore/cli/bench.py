@@ -110,9 +110,7 @@ def command(
 def _opener(
     target: Target, plan: "Plan", *, embedded: bool, path: str
 ) -> Iterator[Callable[[], AbstractContextManager["BlockingStore"]]]:
-    """What opens a client's store. Embedded clients are threads that share one
-    store.
-    """
+    """What opens a client's store. Embedded clients are threads that share one."""
     if not embedded:
         yield target.over(path).open
         return

@@ -438,9 +438,7 @@ def _look(cluster: "ClusterUrl", given: dict[str, Any]) -> "tuple[View, float]":
 
 
 def _told_drains(asked: "Sequence[_Asked[Stats]]") -> "dict[str, Drain]":
-    """Return how far nodes that drain are, as they say themselves: also where a file
-    has them drain.
-    """
+    """Return how far nodes that drain are, as they say themselves."""
     from infinistore.cluster.documents import Drain
 
     return {

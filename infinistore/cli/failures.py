@@ -111,9 +111,7 @@ def answered(arguments: Sequence[str], invoke: Callable[[Sequence[str], Session]
 
 
 def innermost(error: BaseException) -> BaseException:
-    """The relevant error of a group: an interrupt if it contains one, else the
-    first.
-    """
+    """The relevant error of a group: an interrupt if there is one, else the first."""
     while isinstance(error, BaseExceptionGroup):
         interrupts = error.subgroup(KeyboardInterrupt)
         error = (interrupts or error).exceptions[0]

@@ -62,9 +62,7 @@ class Manifest:
         return MAGIC + json.dumps(attrs.asdict(self)).encode()
 
     def block_keys(self, key: str, most: int = _KEYS_AT_ONCE) -> Iterator[tuple[int, list[str]]]:
-        """Yield the keys of the blocks in groups, each with the number of its first
-        block.
-        """
+        """Yield the blocks' keys in groups, each with the number of its first one."""
         for start in range(0, self.blocks, most):
             yield start, [f"{key}#{index}" for index in range(start, min(start + most, self.blocks))]
 
@@ -173,9 +171,7 @@ def put_file(
 def _put_blocks(
     store: "BlockingStore", key: str, ahead: list[bytes], source: BinaryIO, block_bytes: int, *, ttl_s: float | None
 ) -> Manifest:
-    """Store the blocks `ahead` and the rest of `source`. Returns the unstored
-    manifest.
-    """
+    """Store the blocks `ahead` and the rest of `source`; return the manifest."""
     import xxhash
 
     checksum = xxhash.xxh3_64()
@@ -222,9 +218,7 @@ def _blocks(ahead: list[bytes], source: BinaryIO, block_bytes: int) -> Iterator[
 
 
 def _read_block(source: BinaryIO, block_bytes: int) -> bytes:
-    """Read exactly one block, or the rest of the file. A pipe may need several
-    reads.
-    """
+    """Read exactly one block, or the rest of the file, in as many reads as it needs."""
     parts: list[bytes] = []
     missing = block_bytes
     while missing and (part := source.read(missing)):

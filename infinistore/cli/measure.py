@@ -174,9 +174,7 @@ def _figure(plan: Plan, operation: str, size_bytes: int, clients: list[Client], 
 
 
 def run(steps: Sequence[Step], seconds: float) -> tuple[list[float], float]:
-    """Repeat each step in a separate thread. Returns the times of calls and in
-    total.
-    """
+    """Repeat each step in a thread. Returns the times of calls and in total."""
     runner = _Runner(len(steps), seconds)
     threads = [threading.Thread(target=runner.run, args=(step,)) for step in steps]
     # Ctrl-C waits until all threads have started: a thread that is just starting could

@@ -87,9 +87,7 @@ class Target:
     wait_s: float
 
     def check(self) -> None:
-        """Raise ConfigError if the URL or the token file is invalid. Does not
-        connect.
-        """
+        """Raise ConfigError if URL or token file are invalid. Does not connect."""
         from infinistore import blocking
 
         with blocking.open_store(self.url, lazy=True, **self._given()):

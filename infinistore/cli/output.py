@@ -62,9 +62,7 @@ def is_plain_text(data: bytes | bytearray) -> bool:
 
 
 def console(*, stderr: bool = False) -> "Console":
-    """Return a rich console: colour on a terminal (unless NO_COLOR), else wide and
-    plain.
-    """
+    """Return a console: colour on a terminal (unless NO_COLOR), else wide and plain."""
     from rich.console import Console
 
     stream = sys.stderr if stderr else sys.stdout
@@ -99,9 +97,7 @@ def print_rendered(table: "Table") -> None:
 
 @contextmanager
 def progress_bar(steps: int) -> Iterator[Callable[[str], None]]:
-    """Show a progress bar on standard error if it is a terminal. Call it for
-    each step.
-    """
+    """Show a progress bar on standard error, if a terminal; call it for each step."""
     screen = console(stderr=True)
     if not screen.is_terminal:
         yield lambda text: None

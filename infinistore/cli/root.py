@@ -174,9 +174,7 @@ def run(arguments: Sequence[str]) -> int:
 
 
 def _invoke(arguments: Sequence[str], session: Session) -> int:
-    """Run the command named by `arguments`. Returns its exit code; raises its
-    errors.
-    """
+    """Run the command named by `arguments`; return its exit code or raise its error."""
     if _complete():
         return OK
     try:

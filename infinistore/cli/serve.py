@@ -119,9 +119,7 @@ async def _serve(config: "ServerConfig", as_json: bool, manager: "ServiceManager
     taking = trio.CancelScope()
 
     class Serving:
-        """Is told where the server listens. A server that is stopped before tells
-        nothing.
-        """
+        """Is told where the server listens, unless it is stopped before."""
 
         def started(self, addresses: Any) -> None:
             _note_interrupts(interrupts)  # first: from now on, the server takes the signals
@@ -153,9 +151,7 @@ def calm_the_garbage_collector() -> None:
 
 
 def _note_interrupts(interrupts: list[int]) -> None:
-    """Record a Ctrl-C. The server drains as for SIGTERM, and does not tell them
-    apart.
-    """
+    """Record a Ctrl-C, for which the server drains as for SIGTERM."""
     handler = signal.getsignal(signal.SIGINT)
 
     def remember(number: int, frame: "FrameType | None") -> None:

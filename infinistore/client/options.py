@@ -165,9 +165,7 @@ def tls_context(url: str, *, by_socket: bool, found: Mapping[str, Any]) -> "ssl.
 
 
 def tls_of_node(address: StoreUrl, given: "ssl.SSLContext | None") -> "ssl.SSLContext | None":
-    """Return what connections to one server use, which may be a node that says itself
-    that it speaks TLS.
-    """
+    """Return what connections use to a server, or a node that says it speaks TLS."""
     if given is None and address.scheme == "infinistores":
         from infinistore.transports.tls.session import client_context
 

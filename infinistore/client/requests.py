@@ -116,9 +116,7 @@ class GetInto(_OfBatch, KeyedRequest[int | None]):
 
 @attrs.define
 class PutFromDevice(_OfBatch, BatchRequest[list[str]]):
-    """Store a batch that lies in registered memory of GPUs; the result is as of
-    `Put`.
-    """
+    """Store a batch from registered memory of GPUs; the result is as of `Put`."""
 
     batch: DeviceBatch
     replace: bool = True
@@ -158,9 +156,7 @@ class Reserve(StoreRequest[ReservedRoom]):
 
 @attrs.define
 class Commit(StoreRequest[None]):
-    """Store what was written to reserved room, visible at once; `ttl_us` is as of
-    `Put`.
-    """
+    """Store what was written to reserved room; `ttl_us` is as of `Put`."""
 
     room: ReservedRoom
     kept: ReservationLink

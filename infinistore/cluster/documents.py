@@ -58,9 +58,7 @@ def write_config(config: ClusterConfig) -> bytes:
 
 
 def read_node(document: Any, **known: Any) -> Node:
-    """Read a node. `known` are fields that the document does not have, or cannot
-    know.
-    """
+    """Read a node. `known` are fields that the document does not or cannot have."""
     given = {**_read_object(document), **known}
     node_id = given.get("id")
     if not node_id or not _is_text(node_id):
@@ -134,9 +132,7 @@ def read_purged(value: bytes) -> int:
 
 
 def _read_object(document: Any) -> dict[str, Any]:
-    """Read an object of JSON, as text or as `json` has parsed it. Its values may be
-    anything.
-    """
+    """Read an object of JSON, as text or parsed. Its values may be anything."""
     if isinstance(document, str | bytes):
         document = _parsed(document)
     if not isinstance(document, dict):
@@ -214,9 +210,7 @@ class Drain:
 
     @property
     def left_s(self) -> float | None:
-        """About how many seconds the rest takes at the pace so far; None if that cannot
-        be said yet.
-        """
+        """Seconds that the rest takes at the pace so far; None if not known yet."""
         if not self.elapsed_s or not self.ratio:
             return None
         return self.elapsed_s * (1 - self.ratio) / self.ratio
@@ -235,9 +229,7 @@ def write_drain(drain: Drain) -> bytes:
 
 
 def read_drain(document: bytes) -> Drain:
-    """Read a drain. Whatever stands there asks for one: what cannot be read counts as
-    not begun.
-    """
+    """Read a drain; what cannot be read is one that has not begun."""
     try:
         given = _read_object(document)
     except WrongDocument:

@@ -105,9 +105,7 @@ class Membership(Protocol):
         ...
 
     def add_listener(self, listener: Listener) -> Callable[[], None]:
-        """Have `listener` called with each new view from now on. Returns what ends
-        that.
-        """
+        """Call `listener` with each new view from now on. Returns what ends that."""
         ...
 
     def close(self) -> None:

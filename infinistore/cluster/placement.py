@@ -93,9 +93,7 @@ class Rendezvous:
         return [tuple(row) for row in among[best].tolist()]
 
     def _costs_of_many(self, numpy: Any, slots: Sequence[int], nodes: Any) -> Any:
-        """Return the costs in each slot, a row each, of the same or of its own
-        nodes.
-        """
+        """Return the costs in each slot, a row each, of the same or its own nodes."""
         offsets = (numpy.array(slots, numpy.uint64) + numpy.uint64(1)) * numpy.uint64(_STEP)
         mixed = offsets[:, None] + numpy.array(self._seeds, numpy.uint64)[nodes]
         for shift, factor in ((30, _FIRST_FACTOR), (27, _SECOND_FACTOR)):
@@ -138,9 +136,7 @@ def _minus_ln_near_1(fraction: Any, exponent: Any) -> Any:
 
 
 def machine_of(node: Node) -> str:
-    """Return the name of a node's machine: what the node says, else the host of its
-    address.
-    """
+    """Return a node's machine: what the node says, else the host of its address."""
     return node.host or node.address.partition("://")[2].rpartition(":")[0]
 
 
@@ -205,9 +201,7 @@ _NO_KEY: Final = "\0"  # keys have no NUL, so that none begins with it
 
 
 def hash_tag(key: str) -> str:
-    """Return the text in the first `{...}` of a key; the key, if there is none or it is
-    empty.
-    """
+    """Return the text in the first `{...}` of a key; the key if there is none."""
     start = key.find("{")
     if start >= 0:
         end = key.find("}", start)

@@ -38,9 +38,7 @@ _MASK: Final = _CLOSE_WRITE | _MOVED_FROM | _MOVED_TO | _CREATE | _DELETE | _DEL
 
 
 class FolderWatch:
-    """What happens to the entries of some folders, from when it is made until it is
-    closed.
-    """
+    """What happens to the entries of some folders until it is closed."""
 
     def __init__(self, folders: "set[Path]") -> None:
         """Raises OSError if a folder cannot be watched."""

@@ -85,9 +85,7 @@ class _Shared:
 
 
 class _Thread:
-    """A thread that runs memberships on Trio. One owner calls its methods, one at a
-    time.
-    """
+    """A thread that runs memberships on Trio. One owner calls it, not concurrently."""
 
     def __init__(self) -> None:
         """Raises StoreUnavailable if the system refuses it."""

@@ -178,9 +178,7 @@ class InfiniStoreConnector(RemoteConnector):  # type: ignore[misc, unused-ignore
         return True
 
     def batched_contains(self, keys: list[CacheEngineKey]) -> int:
-        """Count the leading blocks that exist. Those that are on disk only come into
-        memory from now on.
-        """
+        """Count the leading blocks that exist; read ahead those on disk only."""
         return self._record.guarded("look-up", lambda: self._match_blocking(keys), 0)
 
     def _match_blocking(self, keys: Sequence[CacheEngineKey]) -> int:

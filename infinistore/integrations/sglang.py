@@ -64,9 +64,7 @@ _GEOMETRY = (
 
 
 class HostPages:
-    """Where a pool's pages lie. `reason` is empty if they are read in place, and else
-    says why not.
-    """
+    """Where a pool's pages lie. `reason` says why they are not read in place."""
 
     def __init__(self, pool: Any) -> None:
         self.pool = pool
@@ -213,9 +211,7 @@ _SGLANGS = ("backend_name", "module_path", "class_name", "interface_v1")
 
 
 class _Pool(NamedTuple):
-    """A host pool: where its pages lie, if it is known, and how their parts are
-    named.
-    """
+    """A host pool: where its pages lie, if known, and how their parts are named."""
 
     prefix: str
     parts: Sequence[str]
@@ -340,17 +336,13 @@ class InfiniStoreHiCache(HiCacheStorage):  # type: ignore[misc, unused-ignore]
     def batch_get_v1(
         self, keys: list[str], host_indices: torch.Tensor, extra_info: HiCacheStorageExtraInfo | None = None
     ) -> list[bool]:
-        """Load pages into the host pool at these indices. Returns success for each
-        page.
-        """
+        """Load pages into the host pool at these indices; return success for each."""
         return self._guarded_load(self._kv, keys, host_indices, keys)
 
     def batch_set_v1(
         self, keys: list[str], host_indices: torch.Tensor, extra_info: HiCacheStorageExtraInfo | None = None
     ) -> list[bool]:
-        """Store pages of the host pool at these indices. Returns success for
-        each page.
-        """
+        """Store pages of the host pool at these indices; return success for each."""
         return self._guarded_store(self._kv, keys, host_indices)
 
     # The v2 interface: pages of several pools.
@@ -498,9 +490,7 @@ class InfiniStoreHiCache(HiCacheStorage):  # type: ignore[misc, unused-ignore]
     def batch_get(
         self, keys: list[str], target_locations: Sequence[torch.Tensor | None] | None = None, target_sizes: Any = None
     ) -> list[torch.Tensor | None]:
-        """Load pages into tensors of their size, and return them; None for each
-        miss.
-        """
+        """Load pages into tensors of their size; return them, None for each miss."""
         targets = list(target_locations or [])
         if self._in_place or len(targets) != len(keys) or any(target is None for target in targets):
             self._record.failed("load", ValueError("give a tensor for each page, and leave interface_v1 out"))

@@ -124,9 +124,7 @@ async def sample(
 
 
 async def _ask_for_tenants(ask: Callable[[], Any], tenants: TenantsModel, *, may_fail: bool) -> None:
-    """Ask once. A failure is shown, except for the first one: a wrong address or token
-    is most likely.
-    """
+    """Ask once. A failure is shown; the first one is raised."""
     try:
         told = await trio.to_thread.run_sync(ask, abandon_on_cancel=True)
         tenants.observe(told, trio.current_time())
@@ -188,9 +186,7 @@ async def report(source: Source, interval_s: float, write: Callable[[Snapshot], 
 
 
 def still(snapshot: Snapshot, interval_s: float, width: int, height: int, glyphs: Glyphs) -> list[Text]:
-    """Return the screen for printing, without the line of keys and extra blank
-    lines.
-    """
+    """Return the screen for printing, without the line of keys and blank lines."""
     lines = screen(snapshot, Controls(interval_s=interval_s), width, height + _FIGURES_ONLY, glyphs)[:-_FIGURES_ONLY]
     if snapshot.tenants is not None:
         lines += [

@@ -62,9 +62,7 @@ class KeyParser:
             yield ESCAPE
 
     def _ends_sequence(self, character: str) -> bool:
-        """Whether this ends an escape sequence (ECMA-48): ESC x, ESC O x, ESC [ ...
-        @-~.
-        """
+        """Whether this ends an escape sequence (ECMA-48)."""
         if len(self._sequence) == 2:
             return character not in "[O"
         return self._sequence[1] == "O" or "@" <= character <= "~" or len(self._sequence) >= _LONGEST_SEQUENCE
@@ -172,9 +170,7 @@ class Controls:
         return self
 
     def shows(self, name: str) -> bool:
-        """Whether the filter, even an unfinished one, matches this name.
-        Ignores case.
-        """
+        """Whether the filter, even an unfinished one, matches. Ignores case."""
         wanted = self.filter if self.typing is None else self.typing
         return wanted.lower() in name.lower()
 

@@ -91,9 +91,7 @@ class Rates:
 
 @attrs.frozen
 class OperationRow:
-    """One kind of request: rates since the previous sample, latencies over more
-    time.
-    """
+    """A kind of request: rates since the previous sample, latencies over more time."""
 
     kind: str
     total: int
@@ -184,9 +182,7 @@ def rates(before: Sample, now: Sample) -> Rates | None:
 
 
 def _counted(stats: Stats) -> dict[str, int]:
-    """The counters of which there are rates. Without a server, the bytes are those of
-    the store.
-    """
+    """The counters of which there are rates; without a server, of the store."""
     store, server = stats.store, stats.server
     return {
         "received_bytes": store.put_bytes if server is None else server.received_bytes,
@@ -355,9 +351,7 @@ def _client_rates(before: Sample | None, now: Sample) -> dict[_Group, tuple[floa
 
 
 def _connections(sample: Sample | None) -> dict[_Group, list[tuple[float, ClientStatistics]]]:
-    """The connections by name and transport, each with its opening time, oldest
-    first.
-    """
+    """Connections by name and transport, with their opening times, oldest first."""
     groups: dict[_Group, list[tuple[float, ClientStatistics]]] = defaultdict(list)
     if sample is not None and sample.stats.details is not None:
         now_s = sample.stats.server.uptime_s if sample.stats.server is not None else sample.at_s

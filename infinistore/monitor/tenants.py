@@ -21,9 +21,7 @@ _SINCE: Final = [name for name, metric in _METRICS.items() if metric is not None
 
 @attrs.frozen
 class TenantRow:
-    """One tenant. Sizes are in bytes; `None` is unknown, and no limit in
-    `max_bytes`.
-    """
+    """One tenant. Sizes are in bytes; None is unknown, and no limit in `max_bytes`."""
 
     tenant: str
     group: str

@@ -79,9 +79,7 @@ class Terminal:
             self._own_fd = None
 
     def enter(self) -> None:
-        """Take over the terminal. Idempotent; call it again after the program was
-        stopped.
-        """
+        """Take over the terminal; again after the program was stopped."""
         if self._input_fd is not None:
             if self._before is None:
                 self._before = termios.tcgetattr(self._input_fd)

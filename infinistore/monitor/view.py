@@ -269,9 +269,7 @@ def operation_lines(snapshot: Snapshot, width: int, height: int, glyphs: Glyphs)
 
 
 def _chosen_operations(snapshot: Snapshot, most: int) -> list[OperationRow]:
-    """Puts and gets, and the most frequent of the other kinds of late, in a fixed
-    order.
-    """
+    """Puts, gets, and the most frequent of the other kinds, in a fixed order."""
     order = [*_ALWAYS, *snapshot.busiest, *(row.kind for row in snapshot.operations)]
     chosen = sorted(snapshot.operations, key=lambda row: order.index(row.kind))[: max(0, most)]
     return sorted(chosen, key=lambda row: (_KINDS.index(row.kind) if row.kind in _KINDS else len(_KINDS), row.kind))
@@ -646,7 +644,5 @@ def _is_per_s(field: "attrs.Attribute[Any]", value: object) -> bool:
 
 
 def _plain(record: object, field: object, value: object) -> object:
-    """A value of a record in JSON. `bound` is "<" or ">" if the value is only a bound,
-    else empty.
-    """
+    """A value in JSON. `bound` is "<" or ">" if it is only a bound, else empty."""
     return {"s": value.value_s, "bound": value.bound} if isinstance(value, Quantile) else value

@@ -99,9 +99,7 @@ class TorchCuda:
         )
 
     def finish(self, stream: Any) -> None:
-        """Wait until the stream is idle, without the interpreter's lock. Sleeps
-        instead of spinning.
-        """
+        """Sleep until the stream is idle, without the interpreter's lock."""
         import torch
 
         done = torch.cuda.Event(blocking=True)  # type: ignore[no-untyped-call]

@@ -264,9 +264,7 @@ class ClusterCalls:
         return self.nodes.begin()
 
     def may_ask(self, node: NodeStore[Any]) -> bool:
-        """Whether a call may be what finds out if a lost node is there again: if nobody
-        else does.
-        """
+        """Whether a call may try a lost node again: if nobody else does."""
         patience_s = _LATE_S if node.probing else 0.0
         return node.store is not None and self.clock() >= node.ask_again_at + patience_s
 

@@ -187,9 +187,7 @@ class Nodes(Generic[_Store]):
             raise store_closed_error(self.closed)
 
     def mapped_arenas(self) -> list[tuple[memoryview, memoryview | None]]:
-        """Return the pools of all nodes, as far as they are mapped into this process;
-        empty if one is not.
-        """
+        """Return the mapped pools of all nodes; empty if one is not mapped."""
         current = self._current
         mapped = [] if current is None else [node.store and node.store.mapped_arenas() for node in current.nodes]
         return [arena for arenas in mapped for arena in arenas or ()] if all(mapped) else []

@@ -523,9 +523,7 @@ async def release_holds(call: CallInView, request: ReleaseHolds) -> bool:
 
 
 async def _ask_or_release(call: CallInView, parts: Sequence[tuple[int, StoreRequest[Any]]]) -> list[Outcome]:
-    """Ask, and if a node refuses, release what the others hold: the caller learns of no
-    hold.
-    """
+    """Ask, and if a node refuses, release what the others hold."""
     outcomes = await call.ask_all(parts)
     refused = [
         (index, outcome)

@@ -27,9 +27,7 @@ _WHERE = "give keys that belong together the same hash tag, as in '{prompt 7}/la
 
 
 def _written_to(call: CallInView, keys: Sequence[str]) -> list[list[tuple[int, Sequence[int]]]]:
-    """Return the nodes to write to, each with the positions of its keys: a list for
-    each copy.
-    """
+    """Return, for each copy, the nodes to write to with the positions of their keys."""
     view = call.view
     first = view.parts(keys)
     if view.view.copies == 1:
@@ -58,9 +56,7 @@ async def put(call: CallInView, request: Put | PutFromDevice) -> list[str]:
 
 
 async def marks(call: CallInView, request: Marks) -> dict[str, int | KeptError]:
-    """Ask the nodes that keys are written to for a mark; return what each answers, by
-    its id.
-    """
+    """Ask the nodes that keys are written to for a mark; return it by their ids."""
     view = call.view
     ranks = view.placement.ranks(request.keys, view.view.copies)
     indices = sorted({index for owners in ranks for index in owners})
@@ -96,9 +92,7 @@ async def copy(call: CallInView, request: Copy) -> list[str]:
 def _skipped(
     call: CallInView, keys: Sequence[str], parts: Sequence[tuple[int, Sequence[int]]], outcomes: Sequence[Outcome]
 ) -> list[str]:
-    """Return the keys that nodes have skipped; raise `PartialPut` if one is nowhere for
-    certain.
-    """
+    """Return the skipped keys; raise `PartialPut` if one may be nowhere."""
     if any(map(is_lost, outcomes)):
         _tell_lost(call, keys, parts, outcomes)
     if len(parts) == 1:

@@ -97,9 +97,7 @@ class Attempt(routing.Attempt):
 
 
 class Calls(Generic[_Stream]):
-    """Makes calls to one server over a few connections, each of which serves one call
-    at a time.
-    """
+    """Makes calls to one server over a few connections, one call each at a time."""
 
     def __init__(
         self,
@@ -181,9 +179,7 @@ class Calls(Generic[_Stream]):
         return Attempt(self.clock() + limit_s, idempotent=idempotent, within_s=within_s)
 
     async def first(self, attempt: Attempt) -> None:
-        """Make the first connection, without retries: a wrong address or token is known
-        at once.
-        """
+        """Connect, without retries: a wrong address or token is known at once."""
         attempt.stage = _Stage.CONNECTING
         self.pool.give_back(await self.router.connect(attempt))
 
@@ -240,9 +236,7 @@ class Calls(Generic[_Stream]):
         return self.breaker.check()
 
     async def _take(self, attempt: Attempt, request: StoreRequest[Any]) -> Connection[_Stream]:
-        """Return a connection for a request: its own, one that nobody uses, or a new
-        one.
-        """
+        """Return a connection for a request: its own, an idle one, or a new one."""
         pool = self.pool
         kept = request.kept
         if kept is not None and kept.link is not None:
@@ -265,9 +259,7 @@ class Calls(Generic[_Stream]):
         return await self.router.connect(attempt)
 
     async def _read_late_reply(self, connection: Connection[_Stream]) -> bool:
-        """Hear what is still to come from the last call; False if the connection is
-        lost.
-        """
+        """Hear what the last call has left; False if the connection is lost."""
         try:
             await connection.channel.read_late_reply()
         except StoreUnavailable:
@@ -317,15 +309,11 @@ class Calls(Generic[_Stream]):
         return self._shm.pool
 
     def mapped_arenas(self) -> list[tuple[memoryview, memoryview | None]]:
-        """Return the server's pool as far as it is mapped here; see
-        `MappedPool.arenas`.
-        """
+        """Return the mapped part of the server's pool; see `MappedPool.arenas`."""
         return self._shm.mapped_arenas()
 
     def close(self) -> None:
-        """Close the connections that nobody uses; the others are closed when their
-        calls are done.
-        """
+        """Close idle connections now, the others when their calls are done."""
         if self.pool.closed == FORKED:  # they are, and threads that are not here may have their locks
             return
         self.pool.close()
@@ -336,9 +324,7 @@ class Calls(Generic[_Stream]):
             self.rdma.close()
 
     def let_go(self) -> None:
-        """In a forked child: close the copies of the descriptors, whoever used them in
-        the parent.
-        """
+        """In a forked child: close the copies of the descriptors."""
         self.pool.let_go()
         self.dialer.let_go()
         for source in self._sources:

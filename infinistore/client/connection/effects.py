@@ -18,9 +18,7 @@ Outcome: TypeAlias = Any
 
 
 class ClientStream(Protocol):
-    """What a call needs of a stream. How bytes go through it is the driver's
-    business.
-    """
+    """What a call needs of a stream. How bytes go through it is up to the driver."""
 
     socket: socket
 
@@ -64,9 +62,7 @@ class LatePart(Protocol):
         """Return what to ask in its place; nothing if there is nothing to ask."""
 
     def is_full(self, outcomes: Sequence[Outcome]) -> bool:
-        """Whether what was asked has answered for the whole part, which is ended
-        then.
-        """
+        """Whether what was asked has answered for the whole part, which ends then."""
 
     def settle(self, first: Outcome | None, others: Sequence[Outcome] | None) -> Outcome:
         """Return the outcome of the part. All that could write to the caller's memory

@@ -141,9 +141,7 @@ _AnyStream = TypeVar("_AnyStream")
 
 
 class Connection(Generic[_AnyStream]):
-    """A stream, the conversation on it, and what can be asked over it. One call uses it
-    at a time.
-    """
+    """A stream and the conversation on it, for one call at a time."""
 
     def __init__(self, stream: _AnyStream, options: Options, clock: Callable[[], float]) -> None:
         self.stream = stream
@@ -274,9 +272,7 @@ class ConnectionPool(Generic[_Stream]):
         return connection
 
     def take_kept(self, kept: ReservationLink, turn: Turn | None) -> Connection[_Stream]:
-        """Return the connection of a reservation, to be used by the call with this
-        turn.
-        """
+        """Return a reservation's connection, for the call with this turn."""
         connection: Connection[_Stream] = kept.link
         connection.turn = turn
         kept.link = None
@@ -319,17 +315,13 @@ class ConnectionPool(Generic[_Stream]):
             self.give_back(connection)
 
     def _take_back(self, connection: Connection[_Stream]) -> None:
-        """Have a connection back that was kept for a reservation, whose room its
-        finalizer gives back.
-        """
+        """Have a connection back whose reservation gives its room back by itself."""
         self.kept.discard(connection)
         connection.pins.reserved = False
         self.give_back(connection)
 
     def close(self) -> None:
-        """Close the connections that nobody uses; the others are closed when their
-        calls are done.
-        """
+        """Close idle connections now, the others when their calls are done."""
         self.closed = self.closed or "this store is closed; open another one"
         self.close_idle()
 
@@ -386,9 +378,7 @@ class ConnectionPool(Generic[_Stream]):
             self._close_unused(connection)
 
     def _close_unused(self, connection: Connection[_Stream]) -> None:
-        """Close a connection once it has no pins. Any thread may: no call waits
-        on it.
-        """
+        """Close a connection once it has no pins. Any thread may; no call waits."""
 
         def close() -> None:
             connection.stream.socket.close()
@@ -398,9 +388,7 @@ class ConnectionPool(Generic[_Stream]):
         connection.turn = _Closing()
 
     def let_go(self) -> None:
-        """In a forked child: close the copies of the descriptors, whoever used them in
-        the parent.
-        """
+        """In a forked child: close the copies of the descriptors."""
         self.closed = FORKED
         for connection in self.connections:
             connection.stream.socket.close()

@@ -97,14 +97,10 @@ class Mover(ABC):
 
     @abstractmethod
     def why_not(self, request: Any) -> str:
-        """Say why it cannot carry a request that it has a handler for; empty if
-        it can.
-        """
+        """Say why it cannot carry a request that it handles; empty if it can."""
 
     def close(self) -> None:  # noqa: B027  # most have nothing to let go of
-        """Let go of what it has. When this returns, no byte of a call moves any
-        more.
-        """
+        """Let go of what it has. Once this returns, no byte of a call moves."""
 
 
 class MoverSource(ABC):
@@ -142,9 +138,7 @@ class MoverSource(ABC):
         """Let go of everything, when the movers that were made of it are closed."""
 
     def let_go(self) -> None:  # noqa: B027  # most have nothing to let go of
-        """Do the same in a forked child, where threads and mappings of the parent are
-        missing.
-        """
+        """The same in a forked child, without the parent's threads and mappings."""
 
 
 class SourceFactory(Protocol):

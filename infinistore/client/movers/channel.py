@@ -140,9 +140,7 @@ def present_in(reply: BlocksReply) -> Sequence[int]:
 
 
 def expect(kind: type[_R], reply: Reply) -> _R:
-    """Return the reply, as the kind that answers the request. The connection has
-    checked that it is.
-    """
+    """Return the reply, as the kind that answers the request."""
     assert isinstance(reply, kind)
     return reply
 

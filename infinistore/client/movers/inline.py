@@ -23,9 +23,7 @@ longer."""
 
 
 class InlineMover(Mover):
-    """Sends and receives blocks over the stream. It carries everything but memory of
-    GPUs.
-    """
+    """Sends and receives blocks over the stream: all but memory of GPUs."""
 
     name = "inline"
 
@@ -91,9 +89,7 @@ class InlineMover(Mover):
 async def read_payload(
     channel: Channel, keys: Sequence[str], reply: BlocksReply, views: list[memoryview], *, verify: bool
 ) -> None:
-    """Read the payload of a reply, about these keys, into these views; `verify` checks
-    it.
-    """
+    """Read a reply's payload, about these keys, into views; `verify` checks it."""
     if not views:
         return
     connection = channel.connection
@@ -136,9 +132,7 @@ def _mismatches(views: list[memoryview], checksums: Any) -> list[int]:
 
 
 class _Checker:
-    """Hashes blocks as they arrive, while they are in the cache, and remembers which
-    were wrong.
-    """
+    """Hashes blocks as they arrive, while they are in the cache; notes wrong ones."""
 
     def __init__(self, views: list[memoryview], checksums: Any) -> None:
         self._views = views
@@ -157,9 +151,7 @@ class _Checker:
 
 
 def _hashed_groups(views: list[memoryview]) -> Iterator[list[memoryview]]:
-    """Yield the blocks in groups, each hashed just before, and with the last group the
-    checksums.
-    """
+    """Yield blocks in groups, each hashed just before; with the last, the checksums."""
     checksums = pack_u64()
     group: list[memoryview] = []
     group_bytes = 0

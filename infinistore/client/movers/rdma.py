@@ -74,9 +74,7 @@ _LONGEST_PAUSE_S: Final = 60.0
 
 
 class RdmaPause:
-    """What follows a failure. Any thread may use it: of two failures at the same time,
-    one counts.
-    """
+    """What follows a failure, in any thread: of two at the same time, one counts."""
 
     def __init__(self, clock: Callable[[], float]) -> None:
         self._clock = clock
@@ -220,9 +218,7 @@ class StoreRdma:
                 raise
 
     def close(self) -> None:
-        """Unregister everything and close the device, when the calls that are under way
-        have ended.
-        """
+        """Unregister all and close the device, when the calls under way have ended."""
         with self._lock:
             self._closed = True
             if not self._users:
@@ -347,9 +343,7 @@ def wait_for_gpus(batch: DeviceBatch) -> None:
 
 
 async def wait_for_gpus_aside(batch: DeviceBatch) -> None:
-    """The same for asynchronous stores: in a thread, unless the GPU is known to be
-    done.
-    """
+    """The same for asynchronous stores: in a thread, unless the GPU is done."""
     if not batch.is_done():  # asking is faster than a thread
         await in_thread(lambda: wait_for_gpus(batch))
 
@@ -465,9 +459,7 @@ class RdmaMover(Mover):
     # Get
 
     async def get(self, part: GetPart) -> int | None:
-        """Read a part; return how many of its keys were answered for, None if it shall
-        go another way.
-        """
+        """Read a part; return how many keys were answered, None for another way."""
         if part.on_device:
             return await self._get_to_device(part)
         try:

@@ -284,9 +284,7 @@ class EmbeddedStore:
         return self._looker
 
     def mapped_arenas(self) -> list[tuple[memoryview, memoryview | None]]:
-        """Return all the bytes of each arena, to be read and to be written; none when
-        the store is closed.
-        """
+        """Return each arena to be read and written; none when the store is closed."""
         with self.lock:
             return [] if self._closed else [(arena.memory, arena.memory) for arena in self.pool.arenas]
 
@@ -388,9 +386,7 @@ class EmbeddedOperations:
         return await self._read(request.keys, room)
 
     async def get_into(self, request: requests.GetInto) -> list[int | None]:
-        """Read the batch into the caller's memory; return the stored lengths, None for
-        what is missing.
-        """
+        """Read the batch into memory; return the stored lengths, None if missing."""
         batch, all_or_nothing = request.batch, request.all_or_nothing
 
         def room(lease: Lease, first: int) -> list[memoryview | None]:
@@ -464,9 +460,7 @@ class EmbeddedOperations:
                 return found
 
     def _report(self, bad: list[str], count: int) -> None:
-        """If blocks are not what was written, forget those that are bad in the pool,
-        too, and raise.
-        """
+        """If blocks are wrong, forget those that are wrong in the pool, and raise."""
         if bad:
             with self._lock:
                 for key in bad:

@@ -67,9 +67,7 @@ def not_all_over(done: int) -> Iterator[None]:
 
 
 def cuts(sizes: Sequence[int], most_keys: int, most_bytes: int) -> list[tuple[int, int]]:
-    """Cut a batch into parts within the limits; a single block may be longer than
-    `most_bytes`.
-    """
+    """Cut a batch into parts within the limits, of one block at least."""
     cuts: list[tuple[int, int]] = []
     first = 0
     part_bytes = 0
@@ -223,18 +221,14 @@ class RemoteOperations:
         return values
 
     async def get_into(self, request: requests.GetInto) -> list[int | None]:
-        """Read a batch into the caller's memory; return the stored lengths, None for
-        what is missing.
-        """
+        """Read a batch into memory; return the stored lengths, None if missing."""
         batch = request.batch
         if self._inline is not None and len(batch.keys) == 1:
             return [await self._inline.get_one(batch.keys, batch.views[0])]
         return await self._get_into(batch, request.all_or_nothing)
 
     async def get_to_device(self, request: requests.GetToDevice) -> list[int | None]:
-        """Read a batch into memory of GPUs; return the stored lengths, None for what is
-        missing.
-        """
+        """Read a batch into memory of GPUs; return stored lengths, None if missing."""
         views: Any = request.batch.blocks
         return await self._get_into(Batch(request.batch.keys, views), request.all_or_nothing, on_device=True)
 
@@ -298,9 +292,7 @@ class RemoteOperations:
     # In place
 
     async def lease(self, request: requests.Lease) -> Leased:
-        """Pin a batch and return views of it: of the pool where a mover can, else of a
-        copy.
-        """
+        """Pin a batch; return views of the pool if a mover can, else of a copy."""
         leased: Leased | None = await self._carry(self._routes.get(requests.Lease, ()), request)
         if leased is None:
             blocks = PrivateBlocks()
@@ -309,9 +301,7 @@ class RemoteOperations:
         return leased
 
     async def reserve(self, request: requests.Reserve) -> ReservedRoom:
-        """Take room for a batch: in the pool where a mover can, else in private
-        memory.
-        """
+        """Take room for a batch: in the pool if a mover can, else in private memory."""
         keys, sizes = request.keys, request.sizes
         hello = self._channel.hello
         if max(sizes, default=0) > hello.max_value_bytes:

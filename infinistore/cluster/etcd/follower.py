@@ -232,9 +232,7 @@ class Follower:
         self._on_view(view)
 
     def _tell(self, problem: str, about: str, *, leaves_out: bool = False) -> None:
-        """Log what is wrong once, until it is over: members of etcd may say different
-        things in turn.
-        """
+        """Log once what is wrong, until it is over, whatever members of etcd say."""
         if about not in self._told:
             self._told.add(about)
             if leaves_out:

@@ -143,9 +143,7 @@ def delete(key: str) -> dict[str, Any]:
 
 
 def unless_changed(item: Item) -> dict[str, Any]:
-    """Require that a key is still as it was read; of one that did not exist, that it
-    does not.
-    """
+    """Require that a key is still as it was read, or still does not exist."""
     return {"key": _coded(item.key), "target": "MOD", "result": "EQUAL", "mod_revision": str(item.mod_revision)}
 
 

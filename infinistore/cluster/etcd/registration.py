@@ -97,9 +97,7 @@ class RequestedDrain:
         return self.wanted and not self.over and write_drain(self.progress) != self._item.value
 
     def found(self, items: Mapping[str, Item]) -> bool:
-        """Take what etcd lists. Returns whether the drain that was wanted is wanted no
-        longer.
-        """
+        """Take what etcd lists. Returns whether a drain is wanted no longer."""
         former, self._item = self._item, items.get(self.key, Item(self.key))
         if self._item.create_revision == former.create_revision:
             return False
@@ -251,9 +249,7 @@ class Registration:
         self._look_soon = True
 
     def seen(self, view: View) -> bool:
-        """Whether a view gives reason to look at what stands in etcd, when the flow's
-        pause ends.
-        """
+        """Whether a view gives reason to look at etcd when the flow's pause ends."""
         if self.state in (RegistrationState.REGISTERED, RegistrationState.DRAINED):
             self._look_soon |= (self._node.id in view.drains) != self._request.wanted
         if self.state is RegistrationState.REGISTERED:
@@ -445,9 +441,7 @@ class Registration:
             self._look_soon = True
 
     async def _look(self) -> None:
-        """See whether what was written still stands, under its lease, and whether there
-        was a purge.
-        """
+        """See whether what was written still stands, and whether there was a purge."""
         found = read_range(await self._session.call(range_of(self._layout.prefix), _CALL_S))
         items = {item.key: item for item in found.items}
         if self._request.found(items):

@@ -32,9 +32,7 @@ class EtcdUnavailable(Exception):
 
 @attrs.frozen
 class Post:
-    """A request of HTTP to one endpoint, by its index. `token` is empty without
-    authentication.
-    """
+    """A request of HTTP to an endpoint, by its index. `token` may be empty."""
 
     endpoint: int
     path: str

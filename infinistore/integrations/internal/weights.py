@@ -110,9 +110,7 @@ def weight_files(
 
 
 def identity_of_files(where: str, *, revision: str | None = None, cache: str | None = None, only: bool = False) -> str:
-    """Return the identity of the files that `weight_files` finds; nothing if there are
-    none.
-    """
+    """Return the identity of the `weight_files`; nothing if there are none."""
     files = weight_files(where, revision=revision, cache=cache, only=only)
     return "" if files is None else files.identity()
 

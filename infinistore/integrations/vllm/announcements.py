@@ -82,9 +82,7 @@ class Announcement:
                     yield key, bytes(value)
 
     def _tell(self, others: Mapping[str, bytes]) -> None:
-        """Warn of engines that differ and of which one writes what the other asks
-        for.
-        """
+        """Warn of engines that differ, if one writes what the other asks for."""
         if self._names.announcement in others:
             self._looks = 0
         if self._writes:

@@ -98,9 +98,7 @@ class LayerGroups(tuple[LayerGroup, ...]):
 
 @attrs.frozen
 class BlockNames:
-    """The keys of blocks. `layers` are the labels of the layers in computation
-    order.
-    """
+    """The keys of blocks. `layers` are the layers' labels in computation order."""
 
     prefix: str
     layers: tuple[str, ...]

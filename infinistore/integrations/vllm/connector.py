@@ -68,9 +68,7 @@ def check_load_failures(transfer: "KVTransferConfig") -> None:
 
 
 def outer_connector(transfer: "KVTransferConfig") -> "KVTransferConfig | None":
-    """Return the configuration of the connector that this one is a part of, in a
-    worker.
-    """
+    """Return the configuration of the connector that this is part of."""
     current = get_current_vllm_config_or_none()
     top = None if current is None else current.kv_transfer_config
     return None if top is None or top.kv_connector == transfer.kv_connector else top
@@ -335,9 +333,7 @@ class InfiniStoreConnector(KVConnectorBase_V1, SupportsHMA):
         self.worker_side.start_loads(_after_what_was_queued())
 
     def wait_for_layer_load(self, layer_name: str) -> None:
-        """Do nothing: requests whose blocks are being loaded are not part of
-        the step.
-        """
+        """Do nothing: requests whose blocks are being loaded are not in the step."""
 
     def save_kv_layer(self, layer_name: str, kv_layer: object, attn_metadata: object, **kwargs: Any) -> None:
         """Start the saves of a layer, unless vLLM computes a step in micro-batches and
@@ -520,9 +516,7 @@ def extra_keys(request: Any, first: int, end: int, adapter: str = "") -> bytes:
 
 
 def _after_what_was_queued() -> Callable[[], object]:
-    """Return a function that waits, in any thread, for this thread's GPU work
-    so far.
-    """
+    """Return a function that waits, in any thread, for this thread's GPU work."""
     import torch
 
     if not torch.cuda.is_available():

@@ -136,9 +136,7 @@ class Lookup:
         return stored, there.on_disk
 
     def _usable(self, end: int, stored: dict[int, set[int]]) -> int:
-        """Return the longest length up to `end` at which each group has what it
-        needs.
-        """
+        """Return the longest length up to `end` at which no group lacks anything."""
         while end and not all(stored[group.index].issuperset(group.needed(end)) for group in self._others):
             end -= self._groups.alignment
         return end
@@ -260,9 +258,7 @@ class Pins:
         return next((len(head) for head in self._heads if beginning[: len(head)] == head), 0)
 
     def use(self, hashes: Sequence[str], tokens: int) -> None:
-        """Note that a request begins with `tokens` tokens worth a pin; `hashes` are
-        those of its blocks.
-        """
+        """Note that a request begins with `tokens` tokens worth a pin."""
         now = self._clock()
         for place, group in enumerate(self._groups):
             for block_hash in self._groups.hashes_of(group, group.needed(tokens), hashes):
@@ -531,9 +527,7 @@ class SchedulerSide:
     def loads_ended(
         self, request_ids: Iterable[str], failed_blocks: Iterable[int], failed_requests: Iterable[str] = ()
     ) -> None:
-        """Record which loads have ended, and which blocks or requests could not be
-        read.
-        """
+        """Record ended loads, and blocks and requests that could not be read."""
         for request_id in failed_requests:
             if (tracked := self._tracked.get(request_id)) is not None:
                 tracked.load_failed = True
@@ -560,9 +554,7 @@ class SchedulerSide:
 
     @property
     def is_past_reset(self) -> bool:
-        """Whether nothing that was written before the last reset can be stored any
-        more.
-        """
+        """Whether nothing written before the last reset can be stored any more."""
         return not self._resets or not self._writes or self._past >= self._workers
 
     def forget(self) -> None:
@@ -635,9 +627,7 @@ class SchedulerSide:
     def _saves(
         self, tracked: _Tracked, count: int, block_ids_of: Callable[[str], Sequence[Sequence[int]]]
     ) -> list[Save]:
-        """Return the blocks that `count` more tokens fill and that are not
-        stored yet.
-        """
+        """Return the blocks that `count` more tokens fill, and that are not stored."""
         request = tracked.request
         end = min(request.num_computed_tokens + count, self._known_tokens(tracked))
         saves: list[Save] = []

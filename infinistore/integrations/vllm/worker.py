@@ -42,9 +42,7 @@ if TYPE_CHECKING:
 
 @attrs.frozen
 class LayerCache:
-    """The KV cache of one layer as bytes: block i is contiguous at i *
-    `stride_bytes`.
-    """
+    """The KV cache of a layer as bytes: block i is contiguous at i * `stride_bytes`."""
 
     label: str
     memory: "torch.Tensor"
@@ -264,9 +262,7 @@ class WorkerSide:
         return saved
 
     def poll(self, finished: Iterable[str]) -> tuple[set[str], set[str]]:
-        """Return the finished requests that are saved, and those whose loads have
-        ended.
-        """
+        """Return the finished requests that are saved, and those that are loaded."""
         for request_id in finished:
             if (saving := self._saving.get(request_id)) is not None:
                 saving.ended = True
@@ -302,9 +298,7 @@ class WorkerSide:
         )
 
     def close(self) -> None:
-        """Finish the writes if the store is available, and end the threads. The
-        background has ended.
-        """
+        """Finish the writes if the store is available, and end the threads."""
         self._readers.shutdown(wait=True, cancel_futures=True)
         try:
             self.writer.flush(self._deadline_s)
@@ -364,9 +358,7 @@ class WorkerSide:
                 self._progress.wait_for(lambda: self._read or not self._reading, _IDLE_WAIT_S)
 
     def _load(self, reading: _Reading, after: Callable[[], object]) -> None:
-        """In a thread: read a request's blocks layer by layer; always report the
-        request.
-        """
+        """In a thread: read a request's blocks layer by layer; always report it."""
         load = reading.load
         failed = set(load.block_ids)
         try:
@@ -389,9 +381,7 @@ class WorkerSide:
         self._release(hold)
 
     def _hold(self, reading: _Reading) -> None:
-        """In the background: hold the leading blocks that are there until they are
-        read.
-        """
+        """In the background: hold the leading blocks until they are read."""
         if reading.is_over:
             return
         keys = [
@@ -444,9 +434,7 @@ class WorkerSide:
         return good
 
     def _batches(self, group: int, blocks: int) -> Iterator[list[LayerCache]]:
-        """Return the layers of a group in batches of the size of one read: few large
-        reads are fast.
-        """
+        """Return a group's layers in batches of one read: few large reads are fast."""
         batch: list[LayerCache] = []
         batch_bytes = 0
         for layer in self._layers_of(group):

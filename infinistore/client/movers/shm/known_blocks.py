@@ -104,9 +104,7 @@ class KnownBlocks:
             self._forget_batch(keys[0])
 
     def find(self, keys: Sequence[str]) -> Places | None:
-        """Return where the blocks of these keys lay when that was noted; None unless it
-        is known of all.
-        """
+        """Return where these blocks lay when noted; None unless known of all."""
         if not keys:
             return None
         batch = self._batches.get(keys[0])
@@ -263,9 +261,7 @@ class KnownReads:
         self.max_pinned_bytes, self.unit_bytes = reply.max_pinned_bytes, reply.unit_bytes
 
     def do_without(self) -> None:
-        """Note that there are no descriptors for tables: connections to come do not ask
-        for them.
-        """
+        """Note that no descriptors are left for tables: ask for none from now on."""
         self._known.close()
 
     def pin(self, keys: Sequence[str], known: Places) -> PinnedBlocks | None:
@@ -314,9 +310,7 @@ class KnownReads:
         return self._log is not None and self._log.append(touch)
 
     def can_commit(self, blocks: int) -> bool:
-        """Return whether a batch of so many blocks can be committed without a
-        request.
-        """
+        """Whether a batch of so many blocks can be committed without a request."""
         return self.commit_word is not None and blocks <= HAZARD_SLOTS
 
     def commit(self, reservation: int, checksums: Numbers) -> None:

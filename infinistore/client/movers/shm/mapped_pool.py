@@ -232,9 +232,7 @@ class MappedPool:
         ]
 
     def close(self) -> None:
-        """Give up the descriptors and the mappings; views that are still held stay
-        good.
-        """
+        """Give up descriptors and mappings; views that are still held stay good."""
         with self._lock:
             self.closed = True
             watch, self._watch = self._watch, None
@@ -263,9 +261,7 @@ class MappedPool:
         self._on_end()
 
     def let_go(self) -> None:
-        """In a forked child: close the descriptors; leave the missing mappings
-        alone.
-        """
+        """In a forked child: close the descriptors; the mappings are missing."""
         self._lock = threading.Lock()
         self._populating.clear()
         self.copier.let_go()

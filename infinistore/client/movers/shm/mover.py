@@ -560,9 +560,7 @@ class ShmSource(MoverSource):
         return "" if self.pool is None else self.pool.instance
 
     def _pool_of(self, instance: str) -> MappedPool:
-        """Return the mapped pool of this run of a server; that of another one is given
-        up.
-        """
+        """Return the mapped pool of this run of a server; give up that of another."""
         with self._lock:
             if self._closed:
                 raise StoreUnavailable("this store is closed; open another one")
@@ -575,9 +573,7 @@ class ShmSource(MoverSource):
             return self.pool
 
     def mapped_arenas(self) -> list[tuple[memoryview, memoryview | None]]:
-        """Return the server's pool as far as it is mapped here; see
-        `MappedPool.arenas`.
-        """
+        """Return the mapped part of the server's pool; see `MappedPool.arenas`."""
         with self._lock:
             return [] if self.pool is None or self._closed else self.pool.arenas()
 
