@@ -41,6 +41,13 @@ if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
+# The settings of whoever runs the tests, such as the URL of their store, are for nobody
+# here.
+for name in [name for name in os.environ if name.startswith("INFINISTORE_")]:
+    if not name.startswith(("INFINISTORE_TEST_", "INFINISTORE_RDMA_")):
+        del os.environ[name]
+
+
 def pytest_configure(config: pytest.Config) -> None:
     """Give each test its level and its limit."""
     config.pluginmanager.register(Levels(Path(__file__).parent), "levels")
