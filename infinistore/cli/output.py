@@ -24,7 +24,8 @@ _WIDTH_OF_A_PIPE: Final = 200  # do not fold tables for programs and files
 
 def takes_unicode() -> bool:
     """Whether standard output can show every character."""
-    return sys.stdout.encoding.lower().replace("-", "") == "utf8"
+    encoding: str | None = sys.stdout.encoding  # None in memory: io.StringIO
+    return encoding is None or encoding.lower().replace("-", "") == "utf8"
 
 
 def print_json(document: Any) -> None:

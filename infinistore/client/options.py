@@ -18,7 +18,7 @@ from urllib.parse import unquote, urlsplit
 
 import attrs
 
-from infinistore.addresses import DEFAULT_SERVICE_PORT, in_brackets, refuse_password
+from infinistore.addresses import DEFAULT_SERVICE_PORT, in_brackets, refuse_password, without_password
 from infinistore.client.store_options import StoreOptions
 from infinistore.cluster.locate import CLUSTER_SCHEMES, ClusterUrl, is_cluster_url, parse_cluster_url
 from infinistore.disk_settings import ADMISSIONS, DiskPlace, disk_places
@@ -105,7 +105,7 @@ def parse_url(url: str) -> StoreUrl:
     if scheme not in SCHEMES:
         known = [*SCHEMES, *CLUSTER_SCHEMES]
         hint = near(scheme, known) or f"; known are {', '.join(known)}"
-        raise ConfigError(f"unknown scheme {scheme!r} in {url!r}{hint}")
+        raise ConfigError(f"unknown scheme {scheme!r} in {without_password(url)!r}{hint}")
     refuse_password(url)
     try:
         parts = urlsplit(url)

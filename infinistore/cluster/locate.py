@@ -16,7 +16,7 @@ from urllib.parse import unquote
 
 import attrs
 
-from infinistore.addresses import DEFAULT_SERVICE_PORT, host_and_port, refuse_password, with_port
+from infinistore.addresses import DEFAULT_SERVICE_PORT, host_and_port, refuse_password, with_port, without_password
 from infinistore.cluster.membership import MOST_COPIES, Node
 from infinistore.errors import ConfigError
 from infinistore.settings import Kind, integer, near, path, switch, text, url_options
@@ -118,7 +118,7 @@ def parse_cluster_url(url: str) -> ClusterUrl:
     scheme = _plain(scheme)
     if not separator or scheme not in CLUSTER_SCHEMES:
         hint = near(scheme, CLUSTER_SCHEMES) or f"; write {', or '.join(CLUSTER_SCHEMES.values())}"
-        raise ConfigError(f"{url!r} names no cluster{hint}")
+        raise ConfigError(f"{without_password(url)!r} names no cluster{hint}")
     refuse_password(url)
     options = url_options(url)
     given = _own_options(url, scheme, options)

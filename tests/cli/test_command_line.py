@@ -251,6 +251,12 @@ def test_what_a_console_cannot_show_is_escaped(monkeypatch: pytest.MonkeyPatch) 
     assert json.loads(document) == {"key": "schlüssel"}
 
 
+def test_what_is_kept_in_memory_has_every_character(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "stdout", written := io.StringIO())
+    print_json({"key": "schlüssel"})
+    assert written.getvalue() == '{"key": "schlüssel"}\n'
+
+
 def test_version_names_the_program(capsys: pytest.CaptureFixture[str]) -> None:
     assert run(["--version"]) == 0
     assert re.fullmatch(r"infinistore \d+\.\d+\S*\n", capsys.readouterr().out)

@@ -51,6 +51,7 @@ def test_urls_of_stores(url: str, expected: tuple[str, str, int, str]) -> None:
         ("tcp://[::1", "no URL of a store"),
         ("tcp://host/path", "more than host, port and options"),
         ("tcp://user:secret@host", "no password before its host: give a token as ?token_file"),
+        ("redis://user:secret@host", "unknown scheme 'redis' in 'redis://...@host'"),
         ("tcp://::1:22345", "write an IPv6 address in brackets, as [::1]:22345"),
         ("unix://path/to/socket", "three slashes"),
         ("unix://", "three slashes"),
@@ -78,6 +79,7 @@ def test_a_url_that_is_none_is_refused_with_what_comes_near(url: str, says: str)
     with pytest.raises(ConfigError) as raised:
         make_options(url, {})
     assert says in str(raised.value)
+    assert "secret@" not in str(raised.value)
 
 
 @given(

@@ -73,6 +73,7 @@ def test_etcd_is_named_by_its_members_and_the_cluster() -> None:
         ("infinistore+static://a:x", "'a:x' in .* must be HOST:PORT"),
         ("infinistore+static://a:0", "must be HOST:PORT"),
         ("infinistore+static://user:secret@a", "no password before its host: give a token"),
+        ("infinistore+etc://user:secret@a/c", "did you mean infinistore[+]etcd"),
         ("infinistore+static://a/b", "must be HOST:PORT"),
         ("infinistore+static://a,a:22345", "names a:22345 twice"),
         ("infinistore+static://a?copies=9", "copies=9 .* must be a whole number between 1 and 8"),
