@@ -9,8 +9,6 @@ figures mean nothing, and are kept in no report unless one is named.
 """
 
 import argparse
-import os
-import platform
 import random
 import re
 import statistics
@@ -32,6 +30,7 @@ from gpu_report import LENGTHS, PARTS, Report, missed, why_not
 from infinistore.blocking import BlockingStore, open_store
 from infinistore.host import available_memory
 from infinistore.sizes import GIB, KIB, MIB, in_units
+from machine import this_machine
 from rounds import interleaved, interleaved_times
 
 if TYPE_CHECKING:
@@ -39,7 +38,7 @@ if TYPE_CHECKING:
 
     from infinistore.tensors import Ticket
 
-__all__ = ["RUN", "Bench", "Figures", "NotHere", "has_gpu", "main"]
+__all__ = ["RUN", "Bench", "Figures", "NotHere", "describe", "has_gpu", "main"]
 
 Figures: TypeAlias = dict[str, float | str]
 
@@ -512,7 +511,7 @@ def has_gpu() -> bool:
     return torch.cuda.is_available()
 
 
-def machine(device: str) -> str:
+def describe(device: str) -> str:
     """Return what figures are of: the GPU, its driver, the cores, and versions."""
     import torch
 
@@ -521,14 +520,13 @@ def machine(device: str) -> str:
         asked = ["nvidia-smi", "--query-gpu=name,driver_version,memory.total", "--format=csv,noheader"]
         done = subprocess.run(asked, capture_output=True, text=True, check=False)
         what = (done.stdout.strip().splitlines() or [torch.cuda.get_device_name()])[0]
-    versions = [f"Python {platform.python_version()}", f"torch {torch.__version__}"]
+    versions = [f"torch {torch.__version__}"]
     for package in ("transformers", "cuda-bindings"):
         try:
             versions.append(f"{package} {version(package)}")
         except PackageNotFoundError:
             versions.append(f"no {package}")
-    memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-    return f"{what}; {os.cpu_count()} cores, {memory // GIB} GiB; {', '.join(versions)}"
+    return f"{what}; {this_machine().describe()}; {', '.join(versions)}"
 
 
 def run(bench: Bench, names: Sequence[str], report: Report, where: str) -> bool:
@@ -560,7 +558,7 @@ def run(bench: Bench, names: Sequence[str], report: Report, where: str) -> bool:
 def main(arguments: Sequence[str] | None = None) -> int:
     """Return the exit code."""
     parser = argparse.ArgumentParser(description=__doc__.split("\n\n", maxsplit=1)[0] if __doc__ else None)
-    parser.add_argument("--parts", nargs="+", choices=PARTS, default=list(PARTS), metavar="PART", help=", ".join(PARTS))
+    parser.add_argument("--parts", nargs="+", choices=RUN, default=list(RUN), metavar="PART", help=", ".join(RUN))
     parser.add_argument("--again", action="store_true", help="also those that the report has")
     parser.add_argument("--report", type=Path, help=f"file of JSON ({DEFAULT_REPORT.relative_to(_TOP)})")
     parser.add_argument("--device", default="cuda", help="cpu is a dry run (cuda)")
@@ -569,7 +567,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--peer", nargs=2, help=argparse.SUPPRESS)
     given = parser.parse_args(arguments)
     if given.describe:
-        print(machine(given.device))
+        print(describe(given.device))
         return 0
     if given.device != "cpu" and not has_gpu():
         print("there is no GPU here: nothing was measured; --device cpu is a dry run")
@@ -582,7 +580,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         nowhere = Path(folder) / "report.json"
         report = Report(given.report or (nowhere if bench.is_dry else DEFAULT_REPORT))
         names = [name for name in given.parts if given.again or not report.is_done(name)]
-        good = run(bench, names, report, machine(given.device))
+        good = run(bench, names, report, describe(given.device))
     return 0 if good else 1
 
 

@@ -42,8 +42,9 @@ PARTS: Final[dict[str, Part]] = {
     },
     "ttft-lmcache": Part("The same of 8192 tokens with the storage of LMCache (local_cpu), copied by PyTorch", {}),
     "processes": Part("Processes with one GPU and one pool: rate of all by that of one", {}),
+    "shards": Part("Shards of a server, without the GPU: requests and bytes a second by those of others", {}),
 }
-"""What `bench/gpu.py` measures, in order."""
+"""What is measured, in order: by `bench/gpu.py`, and the last by `bench/shards.py`."""
 
 
 class Report:
