@@ -77,9 +77,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--into", type=Path, default=PROJECT / "build" / "luggage", help="folder (build/luggage)")
     parser.add_argument("--without-lmcache", action="store_true", help="leave out LMCache, to compare with")
     given = parser.parse_args(arguments)
+    wheels = given.into / "wheels"
+    if given.into.exists() and not wheels.is_dir() and any(given.into.iterdir()):
+        parser.error(f"--into {given.into}: there is something else, which would be removed; name another folder")
     shutil.rmtree(given.into, ignore_errors=True)
     given.into.mkdir(parents=True)
-    wheels = given.into / "wheels"
     _download(wheels, needed())
     (given.into / "requirements.txt").write_text("\n".join(needed()) + "\n")
     if not given.without_lmcache:

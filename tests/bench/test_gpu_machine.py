@@ -40,6 +40,18 @@ def test_what_is_packed_for_lmcache_is_not_heavy() -> None:
     assert {"aiohttp", "msgspec"} <= packed
 
 
+def test_a_folder_with_something_else_is_left_as_it_is(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def download(*_: object) -> None:
+        raise AssertionError
+
+    monkeypatch.setattr(subprocess, "run", download)
+    mine = tmp_path / "mine"
+    mine.touch()
+    with pytest.raises(SystemExit):
+        luggage.main(["--into", str(tmp_path)])
+    assert mine.exists()
+
+
 @pytest.fixture
 def empty(tmp_path: Path) -> list[str]:
     """Options for luggage with nothing in it, and a report in a folder of the test."""
