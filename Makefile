@@ -190,7 +190,7 @@ soak-cluster: $(TEST_STAMP) ## a cluster on hosts of its own with a fault every 
 	@$(BIN)/python -m tests.cluster_network.soak --minutes $(MINUTES) $(if $(SEED),--seed $(SEED))
 
 # What other packages warn of is shown, and is no failure: their versions are those of the machine.
-test-gpu: $(TEST_STAMP) ## run tests/gpu, where nvidia-smi finds a GPU; else all of it skips. GPU_POOL (64GiB, or half of the memory) is the largest pool
+test-gpu: $(TEST_STAMP) ## run tests/gpu, where nvidia-smi finds a GPU; else all of it skips. GPU_POOL (64GiB, or three quarters of the memory) is the largest pool
 	$(BIN)/pytest tests/gpu -W default -W error::pytest.PytestUnraisableExceptionWarning -W error::pytest.PytestUnhandledThreadExceptionWarning $(PYTEST_ARGS)
 
 # What skips without RDMA in `make test` fails here.
