@@ -167,7 +167,7 @@ class Engine:
         self._loads = loads
         self._busy = BusyShare()
         self._sent: dict[Hashable, _Sent] = {}
-        self._by_ready: list[tuple[float, int, Hashable]] = []
+        self._by_ready: list[tuple[float, int, Hashable, _Sent]] = []
         self._count = itertools.count()
         self._compute_s = 0.0
         self._tokens = 0
@@ -230,12 +230,10 @@ class Engine:
             raise ValueError(f"{self.name} was sent the request {name!r} before, and has not answered yet")
         plan = self.plan(request, now)
         ready_at = now + plan.loaded_s
-        if not self._sent:
-            self._began = now
         if plan.load_s:
             self._link_free_at = ready_at
-        self._sent[name] = _Sent(plan, request.tokens, ready_at)
-        heapq.heappush(self._by_ready, (ready_at, next(self._count), name))
+        sent = self._sent[name] = _Sent(plan, request.tokens, ready_at)
+        heapq.heappush(self._by_ready, (ready_at, next(self._count), name, sent))
         self._compute_s += plan.compute_s
         self._tokens += request.tokens
         self.cache.add(request.hashes)
@@ -272,9 +270,8 @@ class Engine:
     def _head(self) -> _Sent | None:
         """Return the prompt that it computes now, or computes first."""
         while self._by_ready:
-            ready_at, _, name = self._by_ready[0]
-            sent = self._sent.get(name)
-            if sent is not None and sent.ready_at == ready_at:
+            _, _, name, sent = self._by_ready[0]
+            if self._sent.get(name) is sent:
                 return sent
             heapq.heappop(self._by_ready)
         return None

@@ -172,6 +172,7 @@ def test_only_so_many_requests_are_remembered() -> None:
 def test_the_slowest_rank_counts() -> None:
     assert Bench(9_000, 9_000, ranks=2).ask().load
     assert not Bench(9_000, 500, ranks=2).ask().load
+    assert not Bench(500, 9_000, ranks=2).ask().load
     assert Bench(9_000, ranks=2).ask().reason is Reason.UNMEASURED
 
 
@@ -182,6 +183,7 @@ def test_memory_and_disks_are_measured_apart() -> None:
     assert bench.ask().load
     assert bench.ask(on_disk=9_999).reason is Reason.DEARER  # more than was found
     bench.advisor.waiting(0, 0, disk=True)
+    assert bench.ask(on_disk=9_999).load_price_s == bench.ask(on_disk=1_500).load_price_s
     assert bench.ask(on_disk=10).load
 
 
@@ -245,6 +247,15 @@ def test_a_step_with_parts_of_several_prompts_is_measured_as_one() -> None:
         one.advisor.step(0.0, 2.0, [(0, 1_000)])
     assert several.advisor.compute_s(0, 2_000) == pytest.approx(3.0, rel=0.1)
     assert one.advisor.compute_s(0, 2_000) == pytest.approx(4.0, rel=0.1)
+
+
+def test_a_step_is_measured_where_its_tokens_stand() -> None:
+    advisor = LoadAdvisor(Clock(), rank_bytes_per_token=BYTES_PER_TOKEN)
+    for _ in range(100):
+        advisor.step(0.0, 1.0, [(0, 1_000)])
+        advisor.step(0.0, 3.0, [(30_000, 31_000)])
+    assert advisor.compute_s(0, 1_000) == pytest.approx(1.0, rel=0.1)
+    assert advisor.compute_s(30_000, 31_000) == pytest.approx(3.0, rel=0.1)
 
 
 @pytest.mark.parametrize("name", ["rank_bytes_per_token", "ranks", "expires_s", "trial_every", "most_remembered"])

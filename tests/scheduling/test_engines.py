@@ -2,6 +2,8 @@
 when it answered.
 """
 
+import math
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -150,6 +152,44 @@ def test_the_time_of_a_load_is_not_taken_for_computation() -> None:
     seen.send("loads", prompt(2_000, "a", stored=10), 0.0)
     seen.answered("loads", 60.0)
     assert seen.prefill.measured_at is None
+
+
+def test_a_prompt_that_was_loaded_long_before_its_turn_is_measured() -> None:
+    seen = engine()
+    seen.send("computes", prompt(5_000, "a"), 0.0)
+    seen.send("loads", prompt(2_000, "b", stored=10), 0.0)
+    seen.answered("computes", 5.0)
+    seen.answered("loads", 7.0)
+    assert seen.prefill.measured_at == 7.0
+    assert seen.prefill.seconds(0, 1_000) > 1.05  # the last 1,000 tokens took 2 s
+
+
+def test_an_engine_without_requests_has_nothing_to_load() -> None:
+    seen = engine()
+    seen.send("loads", prompt(2_000, "a", stored=15), 0.0)
+    assert seen.link_queued_s(0.0) == pytest.approx(1.5)
+    seen.lost("loads", 0.1)
+    assert seen.link_queued_s(0.1) == 0
+
+
+def test_a_name_that_comes_again_has_its_place_behind_those_sent_meanwhile() -> None:
+    seen = engine()
+    for name, tokens in (("first", 1_000), ("a", 2_000), ("b", 1_000)):
+        seen.send(name, prompt(tokens, name), 0.0)
+    seen.lost("a", 0.0)
+    seen.send("a", prompt(2_000, "c"), 0.0)
+    seen.answered("first", 1.0)
+    seen.lost("b", 1.5)  # it was being computed
+    assert seen.queued_s(2.0) == pytest.approx(1.5)
+
+
+def test_a_prompt_under_way_makes_an_engine_busy() -> None:
+    seen = engine()
+    seen.send("long", prompt(90_000, "a"), 0.0)
+    assert seen.busy_share(60.0) == pytest.approx(1 - 1 / math.e)
+    seen.answered("long", 60.0)
+    assert seen.busy_share(60.0) == pytest.approx(1 - 1 / math.e)
+    assert seen.busy_share(120.0) < 0.25
 
 
 def test_loads_wait_for_the_link_and_run_beside_the_computation() -> None:

@@ -108,6 +108,16 @@ def test_equal_engines_take_turns(name: str) -> None:
     assert picked == ["engine-0", "engine-1", "engine-2"] * 2 + ["engine-0"]
 
 
+@pytest.mark.parametrize("name", ["soonest", "least-work"])
+def test_engines_that_hardly_differ_take_turns(name: str) -> None:
+    engines = [Engine(f"engine-{number}", cache_blocks=9, bytes_per_token=1) for number in range(3)]
+    engines[0].send("short", prompt(5), 0.0)  # half a millisecond
+    engines[1].send("longer", prompt(500), 0.0)
+    policy = create_policy(name)
+    picked = [policy.pick(prompt(100), engines, 0.0).name for _ in range(3)]
+    assert picked == ["engine-0", "engine-2", "engine-2"]
+
+
 @pytest.mark.parametrize("name", BUILT_IN)
 def test_engines_may_come_and_go(name: str) -> None:
     policy, engines = create_policy(name), fleet(4)

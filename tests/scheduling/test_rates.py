@@ -68,9 +68,9 @@ def test_many_short_prompts_do_not_displace_what_long_ones_said() -> None:
     rate = PrefillRate(1_000)
     for turn in range(50):
         rate.measured(0, 8_000, 8.0, turn)
-    for turn in range(50):
+    for turn in range(500):
         rate.measured(7_990, 8_000, 0.03, turn)
-    assert rate.seconds(0, 8_000) == pytest.approx(8.0, rel=0.02)
+    assert rate.seconds(0, 8_000) == pytest.approx(8.0, rel=0.1)
 
 
 @pytest.mark.parametrize("factor", [0.1, 0.5, 3.0, 20.0])
@@ -87,6 +87,21 @@ def test_one_measurement_outweighs_the_guess() -> None:
     rate = PrefillRate(10_000)
     rate.measured(0, 4_000, 1.0, 0.0)
     assert rate.seconds(0, 4_000) == pytest.approx(1.0, rel=0.1)
+
+
+def test_a_short_prompt_that_comes_first_is_not_all_that_is_known() -> None:
+    rate = PrefillRate(10_000)
+    rate.measured(0, 10, 0.03, 0.0)
+    assert 0.4 < rate.seconds(0, 4_000) < 1.2
+
+
+def test_noise_among_prompts_of_one_length_is_hardly_taken_for_attention() -> None:
+    rate = PrefillRate(1_000)
+    for turn in range(100):
+        rate.measured(0, 7_900, 7.5, turn)
+        rate.measured(0, 8_100, 8.5, turn)
+    assert rate.seconds(0, 8_000) == pytest.approx(8.0, rel=0.02)
+    assert 32 < rate.seconds(0, 32_000) < 80
 
 
 @pytest.mark.parametrize(("first", "end", "seconds"), [(100, 100, 1.0), (100, 50, 1.0), (0, 100, 0.0), (0, 100, -1.0)])
@@ -123,6 +138,9 @@ def test_a_link_that_stalls_is_slow_before_its_read_ends() -> None:
     assert link.bytes_per_s < 0.2e9
     link.measured(-1, 1.0, 99)
     assert link.measured_at == 39
+    stalled = LinkRate(1e9)
+    stalled.measured(0, 5.0, 0.0)
+    assert stalled.bytes_per_s == 1
 
 
 @given(st.lists(st.tuples(st.floats(0, 50), st.floats(0, 50)), max_size=10), st.floats(0, 100))
