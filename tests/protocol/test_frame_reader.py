@@ -1,24 +1,42 @@
 """A stream is taken apart as it was put together, whatever arrives at a time."""
 
+from collections.abc import Sequence
 from itertools import accumulate
 
 from hypothesis import given
 from hypothesis import strategies as st
 
 from infinistore.errors import StoreUnavailable
-from infinistore.protocol.codec import HEADER_BYTES, head_bytes
+from infinistore.protocol.codec import HEADER_BYTES, Header, head_bytes
 from infinistore.protocol.effects import LongBody, Receive, ReceiveDescriptors, Span
 from infinistore.protocol.frame_reader import FrameReader
 from infinistore.protocol.messages import Delete, Keys
 from tests.protocol.strategies import pieces
 from tests.protocol.wire import Wire, frame
 
-LENGTHS = st.integers(1, 300)
+LENGTHS = st.integers(1, 60) | st.integers(1, 300)
 FRAMES = st.lists(
-    st.tuples(LENGTHS, LENGTHS, st.sampled_from(["fill", "gather", "discard"]), st.none() | st.builds(list[int])),
+    st.tuples(
+        LENGTHS,
+        LENGTHS,
+        st.sampled_from(["read", "room", "descriptors"]),
+        st.sampled_from(["fill", "gather", "discard"]),
+    ),
     max_size=8,
 )
 BUFFERS = st.integers(HEADER_BYTES, 400)
+
+
+async def receive_into(room: Sequence[memoryview]) -> int:
+    return await Receive(room, idle=True)
+
+
+def take_head(wire: Wire, reader: FrameReader, way: str) -> tuple[Header, memoryview] | None:
+    if way == "room" and (room := reader.room) is not None:
+        reader.arrived(wire.run(receive_into(room)))
+        if (head := reader.take_head()) is not None:
+            return head
+    return wire.run(reader.read_head([] if way == "descriptors" else None))
 
 
 def take_payload(wire: Wire, reader: FrameReader, payload: bytes, way: str) -> None:
@@ -40,7 +58,7 @@ def take_payload(wire: Wire, reader: FrameReader, payload: bytes, way: str) -> N
 
 @given(FRAMES, pieces, BUFFERS, BUFFERS | st.none(), st.integers(0, 999) | st.none())
 def test_frames_come_as_they_were_sent(
-    taken: list[tuple[int, int, str, list[int] | None]],
+    taken: list[tuple[int, int, str, str]],
     sizes: list[int],
     buffer: int,
     wider: int | None,
@@ -50,23 +68,27 @@ def test_frames_come_as_they_were_sent(
     starts = [0, *accumulate(len(head) + len(payload) for head, payload in sent)]
     stream = b"".join(head + payload for head, payload in sent)[:end]
     wire = Wire(stream, sizes)
-    reader = FrameReader(1000, 1000, buffer)
+    reader, announces = FrameReader(1000, 1000, buffer), False
     try:
-        for number, ((head, payload), (*_, way, descriptors)) in enumerate(zip(sent, taken, strict=True)):
+        for number, ((head, payload), (*_, head_way, way)) in enumerate(zip(sent, taken, strict=True)):
             if number == 1 and wider is not None:
+                buffer, announces = max(wider, reader.ahead_bytes), True
                 reader.widen(1000, wider)
             wire.effects.clear()
-            came = wire.run(reader.read_head(descriptors))
+            came = take_head(wire, reader, head_way)
             if came is None:
                 assert starts[number] == len(stream)
                 return
             header, body = came
             assert body == head[HEADER_BYTES : HEADER_BYTES + header.body_bytes]
+            long = [effect for effect, _ in wire.effects if isinstance(effect, LongBody)]
+            assert len(long) == (announces and len(head) > buffer)
             for effect, at in wire.effects:
                 if isinstance(effect, Receive):
                     assert effect.idle == (at in starts)
+                    assert head_way != "descriptors" or at >= starts[number] + HEADER_BYTES
                 elif isinstance(effect, ReceiveDescriptors):
-                    assert effect.descriptors is descriptors
+                    assert effect.descriptors == []
                 elif isinstance(effect, LongBody):
                     assert effect.length == effect.arrived == head_bytes(header.body_bytes)
             take_payload(wire, reader, payload, way)

@@ -100,12 +100,6 @@ PLANTED = [
         "        found, pinned = _present(keys, entries)\n",
     ),
     Planted(
-        "a pinned block evicted",
-        "infinistore.core.space",
-        "        if pinned and not pinned.keys().isdisjoint(entries):\n",
-        "        if not pinned and not pinned.keys().isdisjoint(entries):\n",
-    ),
-    Planted(
         "a replaced block freed while leased",
         "infinistore.core.pins",
         "            self.condemned.update(entry for entry in entries if entry in pinned)\n"
@@ -123,12 +117,6 @@ PLANTED = [
         "infinistore.core.index",
         "        return list(takewhile(self._entries.__contains__, keys))\n",
         "        return list(filter(self._entries.__contains__, keys))\n",
-    ),
-    Planted(
-        "a hold that ends early",
-        "infinistore.core.pins",
-        "self._clock() + hold_s)",
-        "self._clock() + 0.2 * hold_s)",
     ),
     Planted(
         "a batch committed in two steps",
