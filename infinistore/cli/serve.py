@@ -132,7 +132,8 @@ async def _serve(config: "ServerConfig", as_json: bool, manager: "ServiceManager
         async with trio.open_nursery() as nursery:
             await watching.start(stop_at_signal, nursery.cancel_scope, interrupts)
             nursery.start_soon(manager.beat)
-            nursery.start_soon(tell_of_taking, config.prealloc_bytes, taking)
+            goes_on = config.take_over or bool(manager.kept)
+            nursery.start_soon(partial(tell_of_taking, config.prealloc_bytes, taking, goes_on=goes_on))
             await run(handle_signals=True, service_manager=manager, task_status=Serving())
             nursery.cancel_scope.cancel()  # the beats
         watching.cancel_scope.cancel()
@@ -252,28 +253,33 @@ _BLOCK_BYTES: Final = 512
 
 
 async def tell_of_taking(
-    pool_bytes: int, scope: "trio.CancelScope", taken_bytes: Callable[[], int] | None = None
+    pool_bytes: int,
+    scope: "trio.CancelScope",
+    taken_bytes: Callable[[], int] | None = None,
+    *,
+    goes_on: bool = False,
 ) -> None:
     """Report the allocation of a pool in the log, or with progress on a terminal.
 
     It runs until the caller cancels `scope`. `taken_bytes` returns how much is taken so
-    far.
+    far. A server that `goes_on` with the pool of another, if there is one, has the size
+    of that unless somebody has chosen one: it is not reported.
     """
     import trio
 
-    what = f"taking a pool of {describe_size(pool_bytes)}"
-    if isinstance(pool_bytes, DefaultSize):
+    is_open = goes_on and isinstance(pool_bytes, DefaultSize)
+    what = "taking the pool" if is_open else f"taking a pool of {describe_size(pool_bytes)}"
+    if isinstance(pool_bytes, DefaultSize) and not is_open:
         what += ", the default here (--prealloc-size chooses another size)"
     with scope:
         await trio.sleep(_SILENT_S)
         if not sys.stderr.isatty():  # each line there is JSON
-            _log.info("taking the pool", extra={"pool_bytes": pool_bytes})
+            _log.info("taking the pool", extra={} if is_open else {"pool_bytes": pool_bytes})
             return
         try:
             while True:
-                sys.stderr.write(
-                    f"\rinfinistore: {what}: {min(100, 100 * (taken_bytes or first_arena_bytes)() // pool_bytes)} %"
-                )
+                share = min(100, 100 * (taken_bytes or first_arena_bytes)() // pool_bytes)
+                sys.stderr.write(f"\rinfinistore: {what}" + ("" if is_open else f": {share} %"))
                 sys.stderr.flush()
                 await trio.sleep(_REFRESH_S)
         finally:

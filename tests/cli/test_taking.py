@@ -2,6 +2,7 @@
 
 import sys
 from collections.abc import Callable
+from functools import partial
 
 import pytest
 import trio
@@ -12,11 +13,13 @@ from infinistore.sizes import GIB, MIB, DefaultSize
 from tests import warm
 
 
-async def told_within(seconds: float, pool_bytes: int, taken_bytes: Callable[[], int] = int) -> None:
+async def told_within(
+    seconds: float, pool_bytes: int, taken_bytes: Callable[[], int] = int, *, goes_on: bool = False
+) -> None:
     """Let it tell for so long, in virtual time."""
     scope = trio.CancelScope()
     async with trio.open_nursery() as nursery:
-        nursery.start_soon(tell_of_taking, pool_bytes, scope, taken_bytes)
+        nursery.start_soon(partial(tell_of_taking, pool_bytes, scope, taken_bytes, goes_on=goes_on))
         await trio.sleep(seconds)  # real time: none, for those who call this are in virtual time
         scope.cancel()
 
@@ -31,6 +34,21 @@ async def test_a_pool_that_takes_a_while_is_told_of_once(
     (record,) = caplog.records
     assert (record.getMessage(), vars(record)["pool_bytes"]) == ("taking the pool", 11 * GIB + GIB // 2)
     assert capsys.readouterr() == ("", "")  # the log is JSON there, and nothing else
+
+
+async def test_a_size_that_an_earlier_pool_may_decide_is_not_told(
+    autojump_clock: MockClock,
+    capsys: pytest.CaptureFixture[str],
+    caplog: pytest.LogCaptureFixture,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    caplog.set_level("INFO")
+    await told_within(30, DefaultSize(GIB), goes_on=True)
+    await told_within(30, GIB, goes_on=True)
+    assert [vars(record).get("pool_bytes") for record in caplog.records] == [None, GIB]
+    monkeypatch.setattr(sys.stderr, "isatty", lambda: True)
+    await told_within(0.3, DefaultSize(GIB), goes_on=True)
+    assert capsys.readouterr().err == "\rinfinistore: taking the pool\r\x1b[K"
 
 
 async def test_on_a_terminal_it_shows_how_much_is_taken_and_leaves_no_trace(
