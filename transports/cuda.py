@@ -5,9 +5,9 @@ The memory views of the rest of the code are of this process's memory, and hashi
 copying one of a GPU's would crash. So memory of a GPU has a type of its own,
 `DeviceMemory`. It is cut like a view, and nothing else can be done to it here.
 
-`Cuda` is what RDMA asks of a GPU's driver; the tests ask memory of this process.
-CUDA's own driver is called by ctypes, because PyTorch has no such calls, and whoever
-has a CUDA tensor has the library. The numbers are those of `cuda.h`. Sources: the CUDA
+`CudaDriver` is what RDMA asks of a GPU's driver; the tests ask memory of this process.
+The driver is called by ctypes, because PyTorch has no such calls, and whoever has a
+CUDA tensor has the library. The numbers are those of `cuda.h`. Sources: the CUDA
 Driver API (cuMemGetHandleForAddressRange, cuFlushGPUDirectRDMAWrites,
 cuPointerSetAttribute) and "GPUDirect RDMA", chapter "Synchronization and Memory
 Ordering".
@@ -26,7 +26,7 @@ from bisect import bisect_right
 from collections.abc import Generator, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from infinistore.transports.rdma.devices import ROOT, Place, pci_place
 from infinistore.transports.rdma.memory import RemoteSpan, SpanTable
@@ -82,38 +82,6 @@ class Dmabuf(NamedTuple):
     offset: int
 
 
-class Cuda(Protocol):
-    """What RDMA asks of the driver of GPUs. Any thread may ask."""
-
-    def ordinal_at(self, address: int) -> int | None:
-        """Return the GPU whose memory is at an address; None if it is no GPU's."""
-
-    def pci_address(self, ordinal: int) -> str | None:
-        """Return a GPU's PCI address, as `0000:17:00.0`; None if unknown."""
-
-    def export(self, memory: DeviceMemory) -> Dmabuf:
-        """Return the memory as a dmabuf.
-
-        Raises:
-            NoRdma: the driver, the GPU or this kind of memory does not allow it.
-        """
-
-    def order_copies(self, memory: DeviceMemory) -> None:
-        """Make copies that CUDA calls synchronous so, where that can be asked for."""
-
-    def record(self, ordinal: int) -> Any:
-        """Return an event after all that this thread's current stream does now."""
-
-    def is_done(self, event: Any) -> bool:
-        """Whether the event has come; False if unknown."""
-
-    def wait(self, event: Any) -> None:
-        """Wait for the event. The interpreter's lock is free meanwhile."""
-
-    def flush(self, ordinal: int) -> None:
-        """Make what other devices wrote to the GPU's memory visible to its work."""
-
-
 LIBRARY = "libcuda.so.1"
 _SUCCESS = 0
 _DMA_BUF_SUPPORTED = 124
@@ -130,14 +98,16 @@ _PCI_ADDRESS_BYTES = 32
 
 
 class CudaDriver:
-    """CUDA, with pages of `page_bytes`; `library` is None where it is missing."""
+    """CUDA, with pages of `page_bytes`; `library` is None where it is missing. Any
+    thread may ask.
+    """
 
     def __init__(self, library: Any, page_bytes: int = mmap.PAGESIZE) -> None:
         self._library = library
         self._page_bytes = page_bytes
 
     def ordinal_at(self, address: int) -> int | None:
-        """Return the number of the GPU whose memory is at an address."""
+        """Return the GPU whose memory is at an address; None if it is no GPU's."""
         if self._library is None or self._library.cuInit(ctypes.c_uint(0)) != _SUCCESS:
             return None
         kind, ordinal = ctypes.c_uint(), ctypes.c_int()
@@ -150,7 +120,7 @@ class CudaDriver:
         return ordinal.value if kind.value == _DEVICE_MEMORY else None
 
     def pci_address(self, ordinal: int) -> str | None:
-        """Return where a GPU is on the PCI bus, in the kernel's spelling."""
+        """Return a GPU's PCI address, as `0000:17:00.0`; None if unknown."""
         library, gpu, name = self._library, ctypes.c_int(), ctypes.create_string_buffer(_PCI_ADDRESS_BYTES)
         if library is None or library.cuInit(ctypes.c_uint(0)) != _SUCCESS:
             return None
@@ -161,7 +131,11 @@ class CudaDriver:
         return name.value.decode("ascii", "replace").lower()
 
     def export(self, memory: DeviceMemory) -> Dmabuf:
-        """Return the pages of the memory, or its whole allocation, as a dmabuf."""
+        """Return the pages of the memory, or its whole allocation, as a dmabuf.
+
+        Raises:
+            NoRdma: the driver, the GPU or this kind of memory does not allow it.
+        """
         if not hasattr(self._library, "cuMemGetHandleForAddressRange"):
             why = f"has no {LIBRARY}" if self._library is None else "has a driver older than CUDA 11.7"
             raise NoRdma(f"this machine {why}")
@@ -204,7 +178,9 @@ class CudaDriver:
         return first, -(-end // page) * page - first
 
     def order_copies(self, memory: DeviceMemory) -> None:
-        """Set CU_POINTER_ATTRIBUTE_SYNC_MEMOPS, where the memory has it."""
+        """Make copies synchronous that CUDA calls so, where that can be asked for
+        (CU_POINTER_ATTRIBUTE_SYNC_MEMOPS).
+        """
         if self._library is not None:
             with suppress(NoRdma), self._context(memory.ordinal):
                 self._library.cuPointerSetAttribute(
@@ -216,11 +192,11 @@ class CudaDriver:
         return record_event(ordinal) if "torch" in sys.modules else ordinal
 
     def is_done(self, event: Any) -> bool:
-        """Whether the event has come."""
+        """Whether the event has come; False if unknown."""
         return not isinstance(event, int) and bool(event.query())
 
     def wait(self, event: Any) -> None:
-        """Wait for the event."""
+        """Wait for the event. The interpreter's lock is free meanwhile."""
         if not isinstance(event, int):
             wait_for_event(event)
         elif self._library is not None:
@@ -291,7 +267,7 @@ def wait_for_event(event: "torch.cuda.Event") -> None:
         event.synchronize()
 
 
-def load_cuda(library: str = LIBRARY) -> Cuda:
+def load_cuda(library: str = LIBRARY) -> CudaDriver:
     """Return CUDA, whether it is there or not."""
     try:
         return CudaDriver(ctypes.CDLL(library))
@@ -309,7 +285,7 @@ def current_gpu() -> int | None:
     return int(torch.cuda.current_device())
 
 
-def gpu_place(cuda: Cuda, ordinal: int, root: Path = ROOT) -> Place | None:
+def gpu_place(cuda: CudaDriver, ordinal: int, root: Path = ROOT) -> Place | None:
     """Return where a GPU is; None if the driver or the kernel does not say."""
     address = cuda.pci_address(ordinal)
     return None if address is None else pci_place(address, root)
@@ -324,7 +300,7 @@ _REMEDY = (
 class DeviceSpan(RemoteSpan):
     """A span of a GPU's memory that an RDMA device knows, alive until `close`."""
 
-    def __init__(self, device: Device, memory: DeviceMemory, cuda: Cuda) -> None:
+    def __init__(self, device: Device, memory: DeviceMemory, cuda: CudaDriver) -> None:
         self.memory: DeviceMemory | None = memory
         super().__init__(memory.address, len(memory), _register(device, memory, cuda))
         # What is written to the device by a synchronous copy should be there when
@@ -337,7 +313,7 @@ class DeviceSpan(RemoteSpan):
         self.memory = None
 
 
-def _register(device: Device, memory: DeviceMemory, cuda: Cuda) -> Region:
+def _register(device: Device, memory: DeviceMemory, cuda: CudaDriver) -> Region:
     try:
         return _register_dmabuf(device, memory, cuda)
     except NoRdma as error:
@@ -351,7 +327,7 @@ def _register(device: Device, memory: DeviceMemory, cuda: Cuda) -> Region:
         ) from error
 
 
-def _register_dmabuf(device: Device, memory: DeviceMemory, cuda: Cuda) -> Region:
+def _register_dmabuf(device: Device, memory: DeviceMemory, cuda: CudaDriver) -> Region:
     fd, offset = cuda.export(memory)
     try:
         return device.register_dmabuf(fd, offset, len(memory))
