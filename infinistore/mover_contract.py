@@ -30,7 +30,7 @@ import trio.testing
 from hypothesis import strategies as st
 from xxhash import xxh3_64_intdigest
 
-from infinistore.allocators.contract_model import ContractViolation, require
+from infinistore.allocators.contract import ContractViolation, require
 from infinistore.blocking import BlockingStore, open_store
 from infinistore.client.extension import Environment
 from infinistore.config import ServerConfig

@@ -281,7 +281,7 @@ def test_an_import_against_the_rules_is_found() -> None:
 
 
 def test_only_suites_for_other_packages_need_what_tests_need() -> None:
-    """Such a suite is imported by whoever runs it, and by nothing else."""
+    """Such a suite is imported by whoever runs it, and by another one at most."""
     suites = {"infinistore.allocators.contract", "infinistore.mover_contract"}
     needing = {
         name
@@ -289,7 +289,7 @@ def test_only_suites_for_other_packages_need_what_tests_need() -> None:
         if re.search(r"^ *(import|from) (hypothesis|pytest)\b", file.read_text(), re.MULTILINE)
     }
     assert needing == suites
-    assert {name for name, imported in import_graph().items() if imported & suites} == set()
+    assert {name for name, imported in import_graph().items() if imported & suites} <= suites
 
 
 def test_every_file_says_what_it_is_for() -> None:
