@@ -83,9 +83,7 @@ def session_of(context: click.Context) -> Session:
 
 
 def answered(arguments: Sequence[str], invoke: Callable[[Sequence[str], Session], int]) -> int:
-    """Run the command named by `arguments`, which `invoke` carries out. Returns its
-    exit code and never raises.
-    """
+    """Run a command by `invoke`. Returns its exit code and never raises."""
     session = Session()
     # No socket may take the place of a stream that was closed.
     if sys.stdin is None:

@@ -133,13 +133,7 @@ class StoredFile:
 
 
 def put_file(
-    store: "BlockingStore",
-    key: str,
-    source: BinaryIO,
-    block_bytes: int,
-    *,
-    replace: bool,
-    ttl_s: float | None = None,
+    store: "BlockingStore", key: str, source: BinaryIO, block_bytes: int, *, replace: bool, ttl_s: float | None = None
 ) -> StoredFile:
     """Store the contents of `source` under `key`; without `replace`, keep a stored
     file. With `ttl_s`, it ends after so many seconds.

@@ -268,9 +268,7 @@ def _note_log_level(context: click.Context, parameter: click.Parameter, value: s
 
 
 def unix_url(socket_path: str, query: str) -> str:
-    """Return the URL of a Unix socket with the options of another URL, without those of
-    TLS, which a Unix socket has not.
-    """
+    """Return the URL of a Unix socket with another URL's options, except for TLS."""
     from urllib.parse import quote
 
     kept = "&".join(one for one in query.split("&") if one.partition("=")[0] not in ("", "ca", "cert", "key"))

@@ -92,9 +92,7 @@ def _check_path(
     failures: list[KeptError],
     notes: list[str],
 ) -> Iterator[_Check]:
-    """Yield the result of each check; append the failure that ended them, if any, and
-    what was not checked.
-    """
+    """Yield the result of each check; append the failure that ended them, if any."""
     start = time.perf_counter()
     check = "connect"
 

@@ -408,11 +408,7 @@ class Options:
 
 
 _TOKEN_FILE: Final = Setting(
-    "token_file",
-    path("FILE"),
-    SERVER,
-    "A file with the token on its first line. Only in the URL",
-    "none",
+    "token_file", path("FILE"), SERVER, "A file with the token on its first line. Only in the URL", "none"
 )
 
 

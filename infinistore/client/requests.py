@@ -167,9 +167,7 @@ class Commit(StoreRequest[None]):
 
 @attrs.define
 class ReleaseHolds(StoreRequest[bool]):
-    """End the holds that a token names, which may be of several servers; False if they
-    have ended, or are of other servers.
-    """
+    """End the holds that a token names; False if they have ended or are of others."""
 
     hold: str
     idempotent = False

@@ -25,9 +25,7 @@ _MOST_REVISION: Final = 2**63 - 1
 
 
 class WrongDocument(ValueError):
-    """What somebody wrote cannot be used. The message is half a sentence that follows
-    the place where it stands.
-    """
+    """What somebody wrote cannot be used. The message follows the place."""
 
 
 @attrs.frozen
@@ -87,9 +85,7 @@ def read_node(document: Any, **known: Any) -> Node:
 
 
 def write_node(node: Node) -> bytes:
-    """Write a node as it stands in etcd, whose key has the id and whose revision is the
-    generation.
-    """
+    """Write a node for etcd: the key has its id, the revision is its generation."""
     document = attrs.asdict(node, filter=lambda field, value: field.name not in ("id", "generation"))
     return json.dumps({**document, "state": node.state.value}).encode()
 
@@ -148,9 +144,7 @@ def _parsed(text: str | bytes) -> Any:
 
 
 def _is_text(value: Any) -> bool:
-    """Whether this is a text of at most `_MOST_TEXT` characters that has bytes: JSON
-    may have half of a character.
-    """
+    """Whether this is a text of at most `_MOST_TEXT` characters, and valid UTF-8."""
     if not isinstance(value, str) or len(value) > _MOST_TEXT:
         return False
     try:

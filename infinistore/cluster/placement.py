@@ -113,9 +113,7 @@ class Rendezvous:
 
 
 def _minus_ln(fraction: float, exponent: int) -> float:
-    """Return -ln(fraction * 2 ** (exponent - 32)). The platform's logarithm may differ
-    in the last bit from another's.
-    """
+    """Return -ln(fraction * 2 ** (exponent - 32)), the same on every platform."""
     low = fraction < _HALF_ROOT
     cost: float = _minus_ln_near_1(2 * fraction if low else fraction, exponent - low)
     return cost
@@ -336,9 +334,7 @@ def _import_numpy() -> Any:
 
 
 class _Moves:
-    """Which slots changed hands, over all views of a cluster. What threads do at the
-    same time may be counted twice.
-    """
+    """Which slots changed hands, over all views. Threads may count one twice."""
 
     def __init__(self) -> None:
         self.count = 0

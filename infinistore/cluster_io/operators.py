@@ -67,9 +67,7 @@ class Operator:
         await self._run(follow_node(self._session, self._layout, node_id, until=until))
 
     async def purge(self, timeout_s: float) -> Purged:
-        """Write to etcd that the cluster is purged, and wait until its nodes have done
-        it, but not longer than `timeout_s`.
-        """
+        """Have the nodes purge by way of etcd, and wait for them up to `timeout_s`."""
         flow = purge_cluster(self._session, self._layout, secrets.token_hex(16), trio.current_time, timeout_s)
         return await self._run(flow, "the cluster may not be purged; etcd")
 

@@ -222,9 +222,7 @@ class InfiniStoreL2Adapter(L2AdapterInterface):  # type: ignore[misc, unused-ign
     def submit_lookup_and_lock_task(
         self, keys: list[ObjectKey], group_layout_descs: dict[int, MemoryLayoutDesc]
     ) -> L2TaskId:
-        """Look up objects, and lock those that exist. Those that are on disk only come
-        into memory from now on.
-        """
+        """Look up objects, and lock those that exist; read ahead those on disk only."""
         return self._lookups.submit(
             lambda: self._record.guarded("look-up", lambda: self._look_up(keys), Bitmap(len(keys)))
         )

@@ -273,9 +273,7 @@ class InfiniStoreHiCache(HiCacheStorage):  # type: ignore[misc, unused-ignore]
         self._kv = self._named(str(PoolName.KV), pages, geometry, page_tokens)
 
     def register_mem_host_pool_v2(self, host_pool: Any, host_pool_name: PoolName) -> None:
-        """Learn of a pool of a hybrid model. SGLang calls this after
-        `register_mem_pool_host`, for that pool, too.
-        """
+        """Learn of a pool of a hybrid model, after `register_mem_pool_host`."""
         super().register_mem_host_pool_v2(host_pool, host_pool_name)
         if host_pool is getattr(self, "mem_pool_host", None) and self._kv.pages is not None:
             self._others[str(host_pool_name)] = self._kv

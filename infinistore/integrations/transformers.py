@@ -312,9 +312,7 @@ class _CacheLayout:
 
 
 def _adapters(model: "PreTrainedModel") -> list[object]:
-    """Return which adapters of PEFT are in use in each layer, and how much of each.
-    Their weights are among the model's.
-    """
+    """Return which adapters of PEFT are in use in each layer, and how much of each."""
     return [
         (name, bool(layer.disable_adapters), layer.active_adapters, getattr(layer, "scaling", None))
         for name, layer in model.named_modules()
@@ -323,9 +321,7 @@ def _adapters(model: "PreTrainedModel") -> list[object]:
 
 
 def _longest(config: Any) -> int | None:
-    """Return up to which length the rotary embedding of a model does not depend on the
-    length of the whole sequence.
-    """
+    """Return up to which length rotary embeddings ignore the sequence's length."""
     parameters = getattr(config, "rope_parameters", None) or {}
     kinds = [parameters] if "rope_type" in parameters else [one for one in parameters.values() if isinstance(one, dict)]
     found = []

@@ -315,9 +315,7 @@ class Model:
         )
 
     def _first_detailed(self) -> Sample | None:
-        """The oldest sample before the newest one that has details, which may have been
-        asked for only lately.
-        """
+        """The oldest sample with details, unless it is the newest."""
         detailed = next((one for one in self._samples if one.stats.details is not None), self._samples[0])
         return detailed if detailed is not self._samples[-1] else None
 

@@ -482,9 +482,7 @@ def _tall(snapshot: Snapshot, controls: Controls, width: int, height: int, glyph
 
 
 def _wide(snapshot: Snapshot, controls: Controls, width: int, height: int, glyphs: Glyphs) -> list[Text]:
-    """The pool and its disks on top; flow and requests on the left, clients and
-    prefixes on the right.
-    """
+    """Pool and disks on top; requests on the left, clients on the right."""
     gap = [_EMPTY] if height >= 24 else []
     arenas = 1 if height < 24 else 2 if height < 40 else 4
     disks = min(len(snapshot.disks) + 1, max(2, height // 6)) if snapshot.disks else 0

@@ -153,13 +153,7 @@ class CudaCopies:
             self._runtime.finish(stream)  # before `rows` goes
 
     def _copy_rows(
-        self,
-        stream: Any,
-        rows: "torch.Tensor",
-        views: Sequence[memoryview],
-        there: NDArray[np.int64],
-        *,
-        to_host: bool,
+        self, stream: Any, rows: "torch.Tensor", views: Sequence[memoryview], there: NDArray[np.int64], *, to_host: bool
     ) -> None:
         """Copy between rows on the device and views that need not be adjacent."""
         size = rows.shape[1]

@@ -38,9 +38,7 @@ _T = TypeVar("_T")
 
 @attrs.frozen(eq=False)
 class Transfer:
-    """Blocks; for a tensor that this process cannot access, how they are copied, and
-    the event that must come first.
-    """
+    """Blocks; for a tensor on a device, how they are copied, and after which event."""
 
     blocks: TensorBlocks
     copies: CudaCopies | None
@@ -93,9 +91,7 @@ os.register_at_fork(after_in_child=_after_fork_in_child)
 
 
 def copies_for(store: "BlockingStore | AsyncStore", tensor: "torch.Tensor") -> CudaCopies | None:
-    """Return the copies for a tensor on a device, one object for each store. None for
-    the CPU.
-    """
+    """Return the copies for a tensor on a device, one a store; None on the CPU."""
     if tensor.is_cpu:
         return None
     with _cuda_lock:

@@ -10,13 +10,7 @@ from infinistore.client.cluster.calls import CallInView, Handlers, is_lost
 from infinistore.client.cluster.reads import exists, lease, match_prefix, prefetch, read, release_holds
 from infinistore.client.cluster.writes import check_done, commit, copy, delete, flush, marks, pin, put, reserve
 from infinistore.client.connection.effects import Outcome, Sleep
-from infinistore.client.requests import (
-    EndCopies,
-    Followed,
-    FollowRemovalsOfNodes,
-    ListKeysOfEveryNode,
-    RemovedKeys,
-)
+from infinistore.client.requests import EndCopies, Followed, FollowRemovalsOfNodes, ListKeysOfEveryNode, RemovedKeys
 from infinistore.cluster.membership import NodeState
 from infinistore.cluster.placement import still_finds
 from infinistore.errors import StoreUnavailable

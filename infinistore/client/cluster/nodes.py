@@ -56,9 +56,7 @@ class AnswerTimes:
         return None if known is None else known[0] + _DEVIATIONS * known[1]
 
     def _of(self, kind: type[Any], count: int) -> tuple[float, float] | None:
-        """Return what is known of requests for so many keys, or of the next larger
-        ones, whose answers take longer.
-        """
+        """Return what is known of requests for so many keys, or of the next larger."""
         size = count.bit_length()
         if (known := self._known.get((kind, size))) is not None:
             return known

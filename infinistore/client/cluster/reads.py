@@ -29,15 +29,7 @@ from infinistore.client.cluster.calls import CallInView, is_lost
 from infinistore.client.cluster.nodes import parts_of
 from infinistore.client.connection.effects import Background, Outcome, Part, Together
 from infinistore.client.memory.views import Leased
-from infinistore.client.requests import (
-    Batch,
-    Get,
-    GetInto,
-    GetToDevice,
-    Lease,
-    Put,
-    ReleaseHolds,
-)
+from infinistore.client.requests import Batch, Get, GetInto, GetToDevice, Lease, Put, ReleaseHolds
 from infinistore.cluster.membership import NodeState
 from infinistore.errors import ChecksumMismatch, InfiniStoreException, PermissionDenied
 from infinistore.kept_errors import KeptError
@@ -162,9 +154,7 @@ class Hedge:
 def hedges_for(
     call: CallInView, request: Any, parts: Sequence[tuple[int, Sequence[int]]], places: Sequence[Sequence[int]]
 ) -> list[Hedge | None]:
-    """Return the hedge of each part of a read, in order; none without another copy, or
-    if the store was opened without.
-    """
+    """Return the hedge of each part of a read, in order; none without copies."""
     calls = call.calls
     if not calls.hedges or call.view.view.copies == 1 or not isinstance(request, Get | GetInto | Exists | Lease):
         return []
@@ -367,9 +357,7 @@ def _copies_that_end(batch: Batch, times_us: Sequence[int | None], mark: int) ->
 
 
 async def present_anywhere(call: CallInView, keys: Sequence[str]) -> list[int]:
-    """Return for each key the first of its places that has it, -1 if none has: all are
-    asked at the same time.
-    """
+    """Return for each key the first of its places that has it, -1 if none has."""
     places = call.view.placement.places(keys)
     parts = [
         part
@@ -466,9 +454,7 @@ async def match_prefix(call: CallInView, request: MatchPrefix) -> Matched:
 
 
 async def _parts_that_are_there(call: CallInView, keys: Sequence[str]) -> list[tuple[int, Sequence[int]]]:
-    """Return the leading keys that are there, by the node that has them, where each key
-    may be in several places.
-    """
+    """Return the leading keys that are there, by the node that has them."""
     found = await present_anywhere(call, keys)
     leading = (*found, -1).index(-1)
     parts: dict[int, list[int]] = {}

@@ -9,15 +9,7 @@ from infinistore.client.cluster.reads import present_anywhere
 from infinistore.client.connection.calls import unknown_outcome
 from infinistore.client.connection.effects import Outcome, Part, Together
 from infinistore.client.memory.views import ReservedRoom
-from infinistore.client.requests import (
-    Batch,
-    Commit,
-    Copy,
-    Marks,
-    Put,
-    PutFromDevice,
-    Reserve,
-)
+from infinistore.client.requests import Batch, Commit, Copy, Marks, Put, PutFromDevice, Reserve
 from infinistore.cluster.membership import NodeState
 from infinistore.errors import LimitExceeded, PartialPut, StoreUnavailable
 from infinistore.kept_errors import KeptError
@@ -202,9 +194,7 @@ def check_done(call: CallInView, indices: Sequence[int], outcomes: Sequence[Outc
 
 
 async def flush(call: CallInView, request: Flush) -> int:
-    """Make blocks durable on all nodes that should have them; return for how many keys
-    the first of these has a durable one.
-    """
+    """Make blocks durable on all their nodes; return how many the first ones have."""
     copies = _written_to(call, request.keys)
     parts = [part for copy in copies for part in copy]
     outcomes = await call.ask(parts_of(request, parts))

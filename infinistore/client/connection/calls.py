@@ -157,9 +157,7 @@ class Calls(Generic[_Stream]):
         let_go_in_child(self)
 
     def _routes(self, transport: str) -> Sequence[Route]:
-        """Return the ways for blocks that URL and options allow, best first. Inline
-        comes after them.
-        """
+        """Return the ways that URL and options allow, best first, without inline."""
         if transport == "inline":
             return []
         if transport == "shm":

@@ -183,9 +183,7 @@ class Connection(Generic[_AnyStream]):
         return reply
 
     def open(self, movers: Sequence[Mover], path: tuple[str, str]) -> None:
-        """Get ready for requests, by these movers and inline. `path` names the
-        transport, and why.
-        """
+        """Get ready for requests by these movers. `path`: the transport, and why."""
         self.channel.path = path
         self.movers = movers
         self.mapped = next((mover.mapped for mover in movers if mover.mapped is not None), None)
@@ -331,9 +329,7 @@ class ConnectionPool(Generic[_Stream]):
             self.close_connection(connection)
 
     def close_interrupted(self) -> None:
-        """Close the connections of calls that were interrupted, and of reservations
-        that nobody can commit.
-        """
+        """Close connections of interrupted calls, and of lost reservations."""
         if self.closed == FORKED:
             return
         with self._lock:  # nobody takes one meanwhile

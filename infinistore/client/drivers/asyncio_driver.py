@@ -27,12 +27,7 @@ from infinistore.client.connection.effects import (
     outcome_of,
 )
 from infinistore.client.connection.routing import ShardsFound
-from infinistore.client.drivers.async_stores import (
-    AsyncClusterStore,
-    AsyncEmbeddedStore,
-    AsyncRemoteStore,
-    connected,
-)
+from infinistore.client.drivers.async_stores import AsyncClusterStore, AsyncEmbeddedStore, AsyncRemoteStore, connected
 from infinistore.client.environment import Environment
 from infinistore.client.operations.embedded import AwaitDisk, EmbeddedOperations, EmbeddedStore
 from infinistore.client.options import StoreUrl, explained, make_options
@@ -125,9 +120,7 @@ class ClusterAsyncioStore(AsyncClusterStore):
         super().__init__(*arguments, **shared)
 
     def close(self) -> None:
-        """Close the stores of the nodes; their connections when the calls under way
-        end. Any number of times.
-        """
+        """Close the stores of the nodes; their connections when their calls end."""
         super().close()
         for task, loop in list(self._tasks.items()):
             with suppress(RuntimeError):  # its loop was closed
@@ -155,10 +148,7 @@ _LOOK_AGAIN_S = 1.0
 
 @explained
 def open_store(
-    url: str | None = None,
-    *,
-    environment: Environment | None = None,
-    **given: Unpack[StoreOptions],
+    url: str | None = None, *, environment: Environment | None = None, **given: Unpack[StoreOptions]
 ) -> AsyncOpening:
     """Open a store, for asyncio: `async with open_store(...) as store`.
 
@@ -177,10 +167,7 @@ def open_store(
 
 
 async def connect(
-    url: str | None = None,
-    *,
-    environment: Environment | None = None,
-    **given: Unpack[StoreOptions],
+    url: str | None = None, *, environment: Environment | None = None, **given: Unpack[StoreOptions]
 ) -> AsyncStore:
     """Open a store as `open_store` does, and return it: `await store.aclose()` closes
     it.
@@ -364,9 +351,7 @@ class Slots:
                 self._hand_on()
 
     def _hand_on(self) -> None:
-        """Give the slot to the first in line, or put it back. A loop that has been
-        closed since is passed over.
-        """
+        """Give the slot to the first in line whose loop is open, or put it back."""
         while True:
             with self._lock:
                 if not self._waiting:

@@ -161,14 +161,10 @@ class _Race:
 
 
 class BlockingRaces:
-    """The races of one store. `begin` has a thread carry out a function, or refuses;
-    `gather` carries out parts.
-    """
+    """The races of one store. `begin` calls in a thread, or refuses."""
 
     def __init__(
-        self,
-        begin: Callable[[Callable[[], None]], bool],
-        gather: Callable[[Sequence[Part]], list[Outcome]],
+        self, begin: Callable[[Callable[[], None]], bool], gather: Callable[[Sequence[Part]], list[Outcome]]
     ) -> None:
         self._begin = begin
         self._gather = gather
@@ -430,9 +426,7 @@ class ClusterBlockingStore(ClusterStore, BlockingStore):
         self.drive(self.calls.check())
 
     def close(self) -> None:
-        """Close the stores of the nodes; their connections when the calls under way
-        end. Any number of times.
-        """
+        """Close the stores of the nodes; their connections when their calls end."""
         super().close()
         if self.calls.nodes.closed == FORKED:  # threads that are not here may have the locks
             return
@@ -633,9 +627,7 @@ class RemoteBlockingStore(RemoteStore[ClusterBlockingStore], BlockingStore):
             sharded.connect()
 
     def close(self) -> None:
-        """Close the connections; those of calls under way, when they end. Any number of
-        times.
-        """
+        """Close the connections, those of calls under way when they end."""
         super().close()
         self.calls.pool.close_interrupted()
 

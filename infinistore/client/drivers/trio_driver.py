@@ -32,12 +32,7 @@ from infinistore.client.connection.effects import (
     outcome_of,
 )
 from infinistore.client.connection.routing import ShardsFound
-from infinistore.client.drivers.async_stores import (
-    AsyncClusterStore,
-    AsyncEmbeddedStore,
-    AsyncRemoteStore,
-    connected,
-)
+from infinistore.client.drivers.async_stores import AsyncClusterStore, AsyncEmbeddedStore, AsyncRemoteStore, connected
 from infinistore.client.environment import Environment
 from infinistore.client.operations.embedded import AwaitDisk, EmbeddedOperations, EmbeddedStore
 from infinistore.client.options import StoreUrl, explained, make_options
@@ -147,10 +142,7 @@ class ClusterTrioStore(AsyncClusterStore):
 
 @explained
 def open_store(
-    url: str | None = None,
-    *,
-    environment: Environment | None = None,
-    **given: Unpack[StoreOptions],
+    url: str | None = None, *, environment: Environment | None = None, **given: Unpack[StoreOptions]
 ) -> AsyncOpening:
     """Open a store, for Trio: `async with open_store(...) as store`.
 
@@ -169,10 +161,7 @@ def open_store(
 
 
 async def connect(
-    url: str | None = None,
-    *,
-    environment: Environment | None = None,
-    **given: Unpack[StoreOptions],
+    url: str | None = None, *, environment: Environment | None = None, **given: Unpack[StoreOptions]
 ) -> AsyncStore:
     """Open a store as `open_store` does, and return it: `await store.aclose()` closes
     it, under the same run of Trio.

@@ -57,9 +57,7 @@ class Channel:
     def ask(
         self, request: Request, payload: Iterable[Sequence[memoryview]] = (), payload_bytes: int = 0
     ) -> Coroutine[Any, Any, Reply]:
-        """Send a request, and return the reply. Arguments and errors are those of
-        `ClientConnection.request`.
-        """
+        """Send a request, and return the reply, as `ClientConnection.request`."""
         if self.late is not None:
             return self._ask_after_late(request, payload, payload_bytes)
         # As remaining_us, without a call. One coroutine less is one less to resume.

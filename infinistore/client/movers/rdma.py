@@ -110,9 +110,7 @@ DEAD_AFTER_S = 0.25
 
 
 class StoreRdma:
-    """What all connections of a store share. `forced`: the URL allows no other path.
-    Any thread may use it.
-    """
+    """What all connections of a store share, in any thread. `forced`: no other path."""
 
     def __init__(self, options: Options, clock: Callable[[], float], *, forced: bool) -> None:
         self.forced = forced
@@ -155,9 +153,7 @@ class StoreRdma:
             return device
 
     def release(self, staging: Staging | None) -> None:
-        """End what `take_device` began, when the queue pair is destroyed; `staging` may
-        be used by others then.
-        """
+        """End what `take_device` began, when the queue pair is destroyed."""
         with self._lock:
             if staging is not None:
                 self._staging.append(staging)
@@ -187,9 +183,7 @@ class StoreRdma:
         return registration
 
     def why_not_registered(self, blocks: Sequence[DeviceMemory]) -> str | None:
-        """Return why these blocks of GPUs can never be moved by RDMA; None if the
-        caller has registered the memory.
-        """
+        """Return why RDMA can never move these blocks of GPUs; None if it can."""
         if self.device_memory.locate(blocks) is not None:
             return None
         with self._lock:
@@ -686,9 +680,7 @@ class RdmaSource(MoverSource):
 
 
 def _addresses(stream: Any) -> tuple[Address | None, Address | None]:
-    """The address of this machine that the server knows, because this connection comes
-    from there, and that of the server.
-    """
+    """The addresses of this connection: ours, and the server's."""
     with suppress(OSError, AttributeError):  # closed meanwhile: the next request tells; or simulated
         names = stream.socket.getsockname(), stream.socket.getpeername()
         own, peer = (near_address(name[0]) if isinstance(name, tuple) else None for name in names)

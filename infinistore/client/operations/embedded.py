@@ -50,14 +50,7 @@ from infinistore.disk.waits import Wait
 from infinistore.errors import BufferTooSmall, ChecksumMismatch, StoreUnavailable
 from infinistore.host import FORKED, let_go_in_child, start_thread
 from infinistore.protocol.effects import Pause
-from infinistore.protocol.messages import (
-    Exists,
-    Keys,
-    ListKeys,
-    ReleaseHold,
-    Reply,
-    Statistics,
-)
+from infinistore.protocol.messages import Exists, Keys, ListKeys, ReleaseHold, Reply, Statistics
 from infinistore.sizes import in_units
 from infinistore.statistics import Stats
 
@@ -261,9 +254,7 @@ class EmbeddedStore:
             self.returns.flush()
 
     def let_go(self) -> None:
-        """In a forked child: the memory is not there, and the lock may be held by a
-        thread that is not there either.
-        """
+        """In a forked child, without the memory and the thread that has the lock."""
         self._closed = FORKED
         self.forked = True
         self.returns = _CoreReturns(self.core)
@@ -276,9 +267,7 @@ class EmbeddedStore:
 
     @property
     def looker(self) -> Client:
-        """Whose pins outlive the calls that make them: those of leases and reservations
-        in place. Under the lock.
-        """
+        """Who has the pins of leases and reservations in place. Under the lock."""
         if self._looker is None:
             self._looker = self.core.open_client("in place")
         return self._looker
@@ -405,11 +394,7 @@ class EmbeddedOperations:
         return [None if view is None else len(view) for view in filled]
 
     async def _read(
-        self,
-        keys: Sequence[str],
-        room: Callable[[Lease, int], list[_Buffer | None]],
-        *,
-        all_or_nothing: bool = False,
+        self, keys: Sequence[str], room: Callable[[Lease, int], list[_Buffer | None]], *, all_or_nothing: bool = False
     ) -> list[_Buffer | None]:
         """Copy leased blocks into the buffers that `room` finds for them, and check
         them there. If the pool has no room for all that is on disk, do so in parts:

@@ -54,9 +54,7 @@ class Departures:
         return self._kept.keys()
 
     def listed(self, nodes: Mapping[str, Node], now: float) -> tuple[Node, ...]:
-        """Take a new list. Return the nodes to ask before `answered` is called; until
-        then those that are in doubt stay.
-        """
+        """Take a new list. Return the nodes in doubt, to be asked before `answered`."""
         for node_id, node in self._listed.items():
             if node_id not in nodes and node.state is not NodeState.DRAINING:
                 self._left[node_id] = now, node

@@ -378,9 +378,7 @@ class HttpConversation:
         return self.complete
 
     def take_line(self) -> bytes | None:
-        """Take the next line of the answer, if it is there; the rest of an answer that
-        is complete is a line, too.
-        """
+        """Take the next line of the answer, if it is there; its end is a line, too."""
         end = self._body.find(b"\n", self._looked_at)
         if end < 0:
             self._looked_at = len(self._body)

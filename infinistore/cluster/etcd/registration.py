@@ -63,9 +63,7 @@ class RequestedDrain:
     """What is asked of a node, and what the node says of it."""
 
     def __init__(self, layout: Layout, node_id: str, on_change: Callable[[bool], None]) -> None:
-        """`on_change` is called with True when a drain is to begin, and with False when
-        none is wanted any more.
-        """
+        """Calls `on_change` with whether a drain is wanted, when that changes."""
         self._item = Item(layout.drain(node_id))
         self._on_change = on_change
         self.progress = Drain()
@@ -109,9 +107,7 @@ class RequestedDrain:
         return former.mod_revision > 0
 
     def told(self, node: Item) -> Request:
-        """Return the request that says how far the node is. With the last word, what
-        stands of the node is deleted.
-        """
+        """Return the request that says how far the node is; the last one deletes it."""
         then = [put(self.key, write_drain(self.progress))]
         compare = [unless_changed(self._item)]
         if self.progress.done:
@@ -146,9 +142,7 @@ class RegistrationState(enum.Enum):
 
 
 class Registration:
-    """The registration of one node. `run` is a flow that ends with an error, or never;
-    `leave` is one that ends soon.
-    """
+    """The registration of one node: the flows `run`, without end, and `leave`."""
 
     def __init__(
         self,
@@ -228,9 +222,7 @@ class Registration:
         return self._draining or self._request.wanted
 
     def drain(self) -> None:
-        """Have others read from this node, and no longer write to it. Takes effect when
-        the flow's pause ends.
-        """
+        """Have others read from this node and not write to it, when the pause ends."""
         self._draining = True
 
     def drained(self, progress: Drain) -> None:
@@ -543,9 +535,7 @@ class Registration:
         return max(SHORTEST_PAUSE_S, self._joined_at + step * self._warm_up_s / _STEPS - self._clock())
 
     def _tell(self, problem: str) -> None:
-        """Log that there is a problem once, until it is over: members of etcd may say
-        different things in turn.
-        """
+        """Log a problem once, until it is over, whatever members of etcd say."""
         if not self.problem:
             _log.warning("this node cannot register or renew its lease", extra={"problem": problem})
         self.problem = problem

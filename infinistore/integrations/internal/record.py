@@ -67,9 +67,7 @@ class Record:
             self.succeeded(call)
 
     def guarded(self, call: str, work: Callable[[], _T], otherwise: _T) -> _T:
-        """Return the result of `work`; `otherwise` if it fails by any error, because an
-        engine goes on without its store.
-        """
+        """Return the result of `work`; `otherwise` if it fails: an engine goes on."""
         with self.trying(call, Exception):
             return work()
         return otherwise

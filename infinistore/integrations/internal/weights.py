@@ -84,9 +84,7 @@ class WeightFiles:
             return None
 
     def identity(self) -> str:
-        """Return what stands for their content: 32 hexadecimal characters; nothing if
-        it cannot be read.
-        """
+        """Return 32 hexadecimal digits for their content; empty if it is unreadable."""
         try:
             return _identity(self.files)
         except _UNREADABLE:
@@ -150,10 +148,7 @@ def _files(place: Path) -> tuple[_File, ...]:
 def _file(name: str, path: Path) -> _File:
     known = path.stat()
     return _File(
-        name,
-        os.path.realpath(path),
-        known.st_size,
-        (known.st_dev, known.st_ino, known.st_mtime_ns, known.st_ctime_ns),
+        name, os.path.realpath(path), known.st_size, (known.st_dev, known.st_ino, known.st_mtime_ns, known.st_ctime_ns)
     )
 
 

@@ -47,9 +47,7 @@ class Background:
                     self._thread = thread
 
     def submit(self, work: Callable[[], _T], otherwise: _T) -> "Future[_T]":
-        """Call a function once. If it fails, the result is `otherwise`; if the thread
-        ends before, there is none.
-        """
+        """Call a function once. The result is `otherwise` if it fails."""
         result: Future[_T] = Future()
 
         def task() -> Iterator[float]:

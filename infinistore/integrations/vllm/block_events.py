@@ -40,9 +40,7 @@ _MOST_ABOUTS: Final = 1000
 
 @attrs.frozen
 class Run:
-    """Blocks of one place, one behind the other. As a change: they are stored now, or,
-    without tokens, they are gone.
-    """
+    """Blocks in a row. As a change: they are stored; without tokens, gone."""
 
     names: Sequence[Hashable]
     """The engine's hashes of the blocks."""
@@ -241,9 +239,7 @@ _MOST_BATCHES = 16
 
 @attrs.frozen
 class SavedBlocks:
-    """The outcomes of saves, by their numbers: how many workers have written all
-    blocks of the save, and how many have not.
-    """
+    """By the numbers of saves, how many workers have written all, and how many not."""
 
     complete: Counter[int] = attrs.field(factory=Counter)
     incomplete: Counter[int] = attrs.field(factory=Counter)
@@ -403,9 +399,7 @@ class Sweeper:
         return gone
 
     def _removed(self) -> list[str]:
-        """Return the keys that the store has removed since the last question; of a
-        store that cannot tell them, none.
-        """
+        """Return the keys removed since the last question, if the store can tell."""
         keys: list[str] = []
         try:
             for batch in itertools.islice(self._removals, _MOST_BATCHES):

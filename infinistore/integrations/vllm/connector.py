@@ -432,9 +432,7 @@ class InfiniStoreConnector(KVConnectorBase_V1, SupportsHMA):
             if written.stages:
                 self.scheduler_side.learn_layers(written.stages[rank] for rank in sorted(written.stages))
         self.scheduler_side.loads_ended(
-            connector_output.finished_recving or (),
-            connector_output.invalid_block_ids,
-            connector_output.failed_recving,
+            connector_output.finished_recving or (), connector_output.invalid_block_ids, connector_output.failed_recving
         )
 
     def request_finished(self, request: Any, block_ids: list[int]) -> tuple[bool, dict[str, Any] | None]:

@@ -120,9 +120,7 @@ class Teller:
 
 
 def teller_of(vllm_config: "VllmConfig", kv_cache_config: KVCacheConfig, groups: Sequence[LayerGroup]) -> Teller | None:
-    """Return the teller for the first group that attends to all tokens, if vLLM's
-    configuration asks for events.
-    """
+    """Return the teller for the first group of full attention, if events are wanted."""
     told = next((group for group in groups if group.is_full), None)
     config = vllm_config.kv_events_config
     if told is None or config is None or not config.enable_kv_cache_events:
@@ -136,9 +134,7 @@ def teller_of(vllm_config: "VllmConfig", kv_cache_config: KVCacheConfig, groups:
 
 
 def describer(group: LayerGroup, hash_tokens: int) -> Callable[[Any, int, int], Run]:
-    """Return a function that describes blocks of this group, where each hash of a
-    request is of `hash_tokens` tokens.
-    """
+    """Return a function that describes this group's blocks of `hash_tokens` tokens."""
     each = group.block_tokens // hash_tokens
 
     def describe(request: Any, first: int, end: int) -> Run:
@@ -294,14 +290,7 @@ class _Place:
         return cls(event.medium, event.group_idx, event.ownership)
 
 
-_ABOUT = (
-    "block_size",
-    "lora_id",
-    "lora_name",
-    "kv_cache_spec_kind",
-    "kv_cache_spec_sliding_window",
-    "locality",
-)
+_ABOUT = ("block_size", "lora_id", "lora_name", "kv_cache_spec_kind", "kv_cache_spec_sliding_window", "locality")
 
 
 def offer_dumps(config: "KVEventsConfig | None", endpoint: str, blocks: int) -> None:

@@ -289,9 +289,7 @@ class UnhashedInputs:
         self._told = False
 
     def are_in(self, request: Any) -> bool:
-        """Return whether a request has inputs that have no hash: keys of its blocks
-        would not tell them apart.
-        """
+        """Whether a request has inputs without a hash, which keys cannot tell apart."""
         inputs = request.mm_features
         # A name may also come from a process whose settings are not known here.
         if not inputs or not (self._all or any(_NUMBERED.search(one.identifier) for one in inputs)):
@@ -313,9 +311,7 @@ _UNKNOWN_WEIGHTS = (
 
 @attrs.frozen
 class Layout:
-    """What of a model is stored. `groups` is empty if something cannot be stored, and
-    `obstacle` says what.
-    """
+    """What of a model is stored. Without `groups`, `obstacle` says why nothing is."""
 
     groups: tuple[LayerGroup, ...]
     names: BlockNames

@@ -53,9 +53,7 @@ class Observations:
                     times.append(seconds)
 
     def take(self) -> dict[str, Any]:
-        """Return what was observed since the last call: `counters`, and `times` in
-        seconds. Empty if that is nothing.
-        """
+        """Return `counters`, and `times` in seconds, since the last call, if any."""
         with self._lock:
             counters, times = +self._counters, self._times
             self._counters, self._times = Counter(), {}

@@ -93,9 +93,7 @@ class LateWrites:
         self._steps[-1].append(_Write(ticket, label, hashes))
 
     def take_past(self) -> int:
-        """Return the number of the last reset in the first call after this worker is
-        past it; 0 in all other calls.
-        """
+        """Return the number of the last reset, once this worker is past it; else 0."""
         if self._is_past or not all(write.ticket.done for write in self._late):
             return 0
         if self._late and not self._is_deleted():

@@ -44,15 +44,7 @@ from infinistore.integrations.internal.prefix_keys import PrefixChain
 from infinistore.integrations.internal.record import Record
 from infinistore.integrations.vllm.background import Background
 from infinistore.integrations.vllm.block_events import BlockEvents, Sweeper
-from infinistore.integrations.vllm.blocks import (
-    BlockNames,
-    Blocks,
-    LayerGroup,
-    LayerGroups,
-    Load,
-    Save,
-    Step,
-)
+from infinistore.integrations.vllm.blocks import BlockNames, Blocks, LayerGroup, LayerGroups, Load, Save, Step
 from infinistore.integrations.vllm.observations import Observations
 
 _MOST_KEYS = 384
@@ -114,9 +106,7 @@ class Lookup:
         return end, on_disk
 
     def _stored(self, hashes: Sequence[str], end: int) -> tuple[dict[int, set[int]], int]:
-        """Return which blocks of the other groups seem to be stored, and how many of
-        their keys are on disk only.
-        """
+        """Return which blocks of other groups seem stored, and how many are on disk."""
         parts = []
         for group in self._others:
             of = self._groups.hashes_of(group, range(end // group.block_tokens), hashes)
@@ -425,9 +415,7 @@ class SchedulerSide:
         self._sweeper: Sweeper | None = None
         if self._events is not None and background is not None:
             self._sweeper = Sweeper(
-                *(store, record, self._events, self._keys_of_told, self._told_with),
-                background=background,
-                clock=clock,
+                *(store, record, self._events, self._keys_of_told, self._told_with), background=background, clock=clock
             )
 
     def learn_layers(self, stages: Iterable[Mapping[int, Sequence[str]]]) -> None:
@@ -472,9 +460,7 @@ class SchedulerSide:
         return tracked.found.full_tokens
 
     def allocated(self, request: Request, block_ids: Sequence[Sequence[int]], load_tokens: int) -> None:
-        """Record a request's blocks, for each of vLLM's groups; workers will load the
-        last `load_tokens` found tokens.
-        """
+        """Record a request's blocks, by groups; workers load the last `load_tokens`."""
         if not self._groups:
             return
         tracked = self._track(request)

@@ -20,8 +20,7 @@ def _is_whole(value: object) -> bool:
 
 
 _NAME = must_be(
-    "a text of at most 200 characters",
-    lambda value: isinstance(value, str) and "\0" not in value and len(value) <= 200,
+    "a text of at most 200 characters", lambda value: isinstance(value, str) and "\0" not in value and len(value) <= 200
 )
 _TIME = must_be("a number of seconds above 0, at most 1e6", lambda value: is_time(value, 1e6))
 _COUNT = must_be("a whole number above 0", lambda value: _is_whole(value) and value > 0)

@@ -411,9 +411,7 @@ class WorkerSide:
         return reading.keys
 
     def _read_parts(self, reading: _Reading) -> set[int]:
-        """Read all layers. Returns the incomplete blocks, or all blocks of the load if
-        there are several groups.
-        """
+        """Read all layers; return the incomplete blocks: all, with several groups."""
         load, keys = reading.load, self._keys(reading)
         if self._groups.is_uniform:
             (part,) = load.parts

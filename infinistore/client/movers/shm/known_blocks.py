@@ -218,9 +218,7 @@ class PinnedBlocks(NamedTuple):
 
 
 class KnownReads:
-    """The reads that one connection makes possible. `pins` are those of the
-    connection. `map_memory` maps the tables.
-    """
+    """The reads that a connection and its `pins` allow; `map_memory` maps tables."""
 
     def __init__(self, known: KnownBlocks, pins: Pins, map_memory: Callable[..., Mapping] = Mapping) -> None:
         self._known = known

@@ -78,9 +78,7 @@ async def learn_arenas(channel: Channel, pool: MappedPool, places: Sequence[int]
 
 
 async def maps_something(channel: Channel, pool: MappedPool) -> bool:
-    """Ask for the arenas for the first time; return whether there are any for this
-    client. If not, statistics say so.
-    """
+    """Ask for the arenas for the first time; return whether there are any."""
     await learn_arenas(channel, pool)
     if not pool.arena_count and not pool.closed:
         channel.path = "unix", MAPS_NOTHING
