@@ -245,9 +245,7 @@ async def _until_out(
 
 
 def _add_registered(operator: "Operator", node: str, timeout_s: float) -> "tuple[bool, NodeStanding | None]":
-    """Let a node serve, and wait until it does; return whether it was to drain, and
-    what etcd says of it.
-    """
+    """Let a node serve, and wait for it; return whether it was to drain."""
     import trio
 
     from infinistore.cluster.membership import NodeState

@@ -91,9 +91,7 @@ class Membership(Protocol):
 
     @property
     def age_s(self) -> float:
-        """For how long nothing has confirmed the view, in seconds: 0 if it cannot
-        change, infinite if there is none.
-        """
+        """Seconds since the view was confirmed: 0 if fixed, infinite without one."""
         ...
 
     def wait_known(self, timeout_s: float) -> None:

@@ -61,9 +61,7 @@ class Operator:
         return await self._run(read_drains(self._session, self._layout))
 
     async def follow(self, node_id: str, until: Callable[[NodeStanding], bool]) -> None:
-        """Follow what etcd says of a node, until `until` returns true. While etcd is
-        away, it waits.
-        """
+        """Follow what etcd says of a node until `until` is true, or wait for etcd."""
         await self._run(follow_node(self._session, self._layout, node_id, until=until))
 
     async def purge(self, timeout_s: float) -> Purged:

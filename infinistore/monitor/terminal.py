@@ -89,9 +89,7 @@ class Terminal:
         self.resized()
 
     def leave(self) -> None:
-        """Restore the state before `enter`. Idempotent; ignores a terminal that is
-        gone.
-        """
+        """Restore the state before `enter`, if it is not restored or gone."""
         if not self._entered:
             return
         self._entered = False

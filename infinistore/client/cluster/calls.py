@@ -40,9 +40,7 @@ _MOST_SAVED: Final = 64.0
 
 
 class Budget:
-    """How many keys may be asked for twice. Any thread may use it; a lost update
-    changes little.
-    """
+    """How many keys may be asked for twice. In threads, a lost update is harmless."""
 
     def __init__(self) -> None:
         self.left = _MOST_SAVED

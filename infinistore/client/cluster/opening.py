@@ -180,9 +180,7 @@ class RemoteStore(Generic[_Cluster]):
         self._going_on = threading.Lock()
 
     def close(self) -> None:
-        """Close the connections; those of calls under way, when they end. Any number of
-        times, from any thread.
-        """
+        """Close the connections, those of calls under way when they end."""
         if self._sharded is not None:
             self._sharded.close()
         self.calls.close()

@@ -214,9 +214,7 @@ def _here(address: StoreUrl) -> str:
 
 
 def _check_peer(stream: ClientStream, address: StoreUrl) -> None:
-    """Refuse a socket that the server named, not the caller, if a stranger listens
-    there: the hello has the token.
-    """
+    """Refuse a socket that the server named if a stranger would get the token."""
     user = peer_user(stream.socket)
     if user not in (0, os.geteuid()):
         raise StoreUnavailable(

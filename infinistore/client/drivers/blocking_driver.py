@@ -145,9 +145,7 @@ class _Race:
                 outcome.leave(quietly=True, stacklevel=1)
 
     def leave(self, *, wants_others: bool) -> None:
-        """Say that the part has ended. The other copies are waited for if they were
-        asked and are wanted, else they are ended.
-        """
+        """Say that the part has ended. Wait for the others if wanted, else end them."""
         with self._lock:
             waits = wants_others and self._asks
             if not waits:

@@ -77,9 +77,7 @@ class Channel:
             await late()
 
     def remaining_us(self) -> int:
-        """How long the caller still waits, in microseconds: at least 1, for 0 means for
-        ever.
-        """
+        """How long the caller still waits, in microseconds, not 0: that is for ever."""
         return max(1, int((self.deadline - self.clock()) * 1e6))
 
     def key_part(self, keys: Sequence[str], first: int) -> Keys:

@@ -298,9 +298,7 @@ class EmbeddedOperations:
             self._client = self._core.open_client("embedded")
 
     def close(self) -> None:
-        """Give back what the caller has pinned. Its copies are done: they are made by
-        the thread that calls this.
-        """
+        """Give back what the caller has pinned. Its copies are done."""
         if self._store.forked:  # and nobody may be there to release the lock
             return
         with self._lock:

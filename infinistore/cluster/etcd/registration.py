@@ -232,9 +232,7 @@ class Registration:
         self._request.progress = progress
 
     def purged(self, *, lasting: bool) -> None:
-        """Say that the blocks are deleted, and whether no restart brings some back.
-        Takes effect when the flow's pause ends.
-        """
+        """Say that blocks are deleted, and if for good; in effect after the pause."""
         self._purged, self._purging = self._purging, None
         if lasting:
             self._lasting_purge = self._purged or 0

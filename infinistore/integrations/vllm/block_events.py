@@ -269,9 +269,7 @@ class BlockEvents:
         self._changes: list[Run] = []
 
     def saving(self, request: object, hashes: Sequence[str], first: int) -> int:
-        """Expect that workers write these blocks of a request, from number `first` on;
-        return the number of the save.
-        """
+        """Expect workers to write these blocks, from `first` on; return their save."""
         number = next(self._numbers)
         self._saving[number] = (tuple(hashes), self._describe(request, first, first + len(hashes)), Counter())
         if len(self._saving) > self._most:

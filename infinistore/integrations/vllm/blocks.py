@@ -124,9 +124,7 @@ class BlockNames:
         return f"{self.prefix}/{block_hash}/{shard}/{layer}"
 
     def block_of(self, key: str, layers: Container[str]) -> str | None:
-        """Return the hash of the block that has this key of one of these layers; None
-        if it is another key.
-        """
+        """Return the hash of the block with this key of one of the layers, or None."""
         own = f"{self.prefix}/"
         block, _, shard_and_layer = key[len(own) :].partition("/")
         return block if key.startswith(own) and shard_and_layer.partition("/")[2] in layers else None

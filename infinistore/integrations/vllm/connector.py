@@ -271,9 +271,7 @@ class InfiniStoreConnector(KVConnectorBase_V1, SupportsHMA):
 
     @classmethod
     def requires_piecewise_for_cudagraph(cls, extra_config: dict[str, Any]) -> bool:
-        """Layers are saved by calls between them, which a graph of the whole model
-        would leave out.
-        """
+        """Layers are saved by calls between them, which a whole graph leaves out."""
         return True
 
     def _open(self, deadline_s: float, role: KVConnectorRole) -> blocking.BlockingStore:
@@ -351,9 +349,7 @@ class InfiniStoreConnector(KVConnectorBase_V1, SupportsHMA):
         return self.worker_side.poll(finished_req_ids)
 
     def get_transfer_results(self, finished_req_ids: set[str]) -> KVConnectorTransferResults:
-        """Return the requests that are saved, those that are loaded, and of these those
-        that could not be read.
-        """
+        """Return the saved requests, the loaded ones, and those not readable."""
         sent, loaded = self.worker_side.poll(finished_req_ids)
         return KVConnectorTransferResults(sent, loaded, self.worker_side.take_failed_requests())
 

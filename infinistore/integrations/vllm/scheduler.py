@@ -92,9 +92,7 @@ class Lookup:
         return found
 
     def _leading(self, hashes: Sequence[str], tokens: int) -> tuple[int, int]:
-        """Return up to where the groups that attend to all tokens seem complete, and
-        how many of their keys are on disk only.
-        """
+        """Return up to where full attention seems complete, and how many on disk."""
         end, on_disk = self._groups.aligned(tokens), 0
         for group in self._full:
             if end:
