@@ -127,6 +127,7 @@ def test_memory_that_cannot_be_pinned_leaves_no_error_behind() -> None:
     assert bindings.calls[-1] == ("last error",)
 
 
+@pytest.mark.process  # cuda-bindings ask a program where libraries are
 @without_gpu
 def test_the_real_bindings_take_these_arguments() -> None:
     bindings = pytest.importorskip("cuda.bindings.runtime", reason="cuda-bindings is not installed")

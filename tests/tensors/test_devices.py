@@ -236,6 +236,7 @@ def test_with_asyncio(cuda: FakeCuda, tensor: torch.Tensor) -> None:
     asyncio.run(main())
 
 
+@pytest.mark.process  # cuda-bindings, if they are installed, ask a program where libraries are
 def test_each_store_has_one_engine_which_ends_with_it(store: BlockingStore, monkeypatch: pytest.MonkeyPatch) -> None:
     fake = FakeCuda(batches=True)
     monkeypatch.setattr(devices, "TorchCuda", lambda bindings: fake)
