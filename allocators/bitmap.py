@@ -65,8 +65,7 @@ class BitmapAllocator(Allocator):
         return -(-size // self.unit_bytes) * self.unit_bytes
 
     def allocate(self, sizes: Sequence[int]) -> list[Extent] | None:
-        """Place a batch: in one hole if its blocks are small and there is one, else
-        where each fits best."""
+        """Place small blocks in one hole if there is one, else where each fits."""
         if not sizes:
             return []
         count = len(sizes)

@@ -45,8 +45,7 @@ _CLASSES_PER_DOUBLING = 8
 
 @attrs.define(eq=False)
 class _SizeClass:
-    """The slots of one size. Both arrays have one bit per unit of the pool, at a slot's
-    first unit."""
+    """The slots of one size. Both arrays have a bit for each unit of the pool."""
 
     slot_units: int
     slab_pages: int

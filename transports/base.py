@@ -61,9 +61,7 @@ class Stream(Protocol):
         """
 
     def close(self) -> None:
-        """Close the stream at once. Idempotent. Tasks that wait on it get
-        `StoreUnavailable`.
-        """
+        """Close the stream at once; tasks that wait on it fail. Idempotent."""
 
 
 class ReactingStream(Stream, Protocol):

@@ -75,8 +75,7 @@ class Batches:
         return len(self._batches)
 
     def ended_until(self, sequence: int) -> bool:
-        """Return whether no batch up to a sequence is under way. Purges and batches of
-        nothing take sequences, too, and are none."""
+        """Return whether no batch up to a sequence is under way."""
         return not self._batches or self._batches[0].sequence > sequence
 
     def under_way(self, key: str) -> bool:

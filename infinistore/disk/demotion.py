@@ -450,8 +450,7 @@ class Demotion:
     # Working
 
     def work(self, now: float, *, blocked: Sequence[Disk] = ()) -> bool:
-        """Lease and append a batch for each disk that is not blocked, if it can take
-        one; return whether there may be more to do now."""
+        """Lease and append a batch for each free disk; return whether there is more."""
         self._deal(now)
         has_more = False
         for writer in self._writers.values():
@@ -461,8 +460,7 @@ class Demotion:
         return has_more
 
     def next_deadline(self, now: float) -> float | None:
-        """Return when a batch that waits for more has waited long enough; now, if what
-        was dealt was evicted, and there is more."""
+        """Return when the oldest batch is due, or now, if there is more to deal."""
         takers = (writer for writer in self._writers.values() if writer.disk.is_writable)
         if self._queue.due and any(writer.pending_bytes < self._settings.group_bytes for writer in takers):
             return now
@@ -518,8 +516,7 @@ class Demotion:
                 self._deal_by_disk(run, in_turn, now)
 
     def _fresh(self, run: Run) -> Run | None:
-        """Return what of a run neither waits for a disk yet nor is being written. What
-        waits is hurried, if the run is urgent."""
+        """Return the part of a run that is not on its way; hurry the rest if urgent."""
         entries = dict(zip(run.keys, run.entries, strict=True))
         for writer in self._writers.values():
             if not writer.pending_entries.keys().isdisjoint(entries):

@@ -347,8 +347,7 @@ class Disk:
             self._changed.update(keys)
 
     def has_recovered(self) -> bool:
-        """Return True once: when the volume has recovered, and forgotten what has
-        changed meanwhile. One that ended before never has."""
+        """Return True once: when the volume has recovered, and forgotten changes."""
         if not self.is_recovering or not self.volume.has_recovered:
             return False
         self.is_recovering = False
@@ -530,8 +529,7 @@ class Disks:
             self._raise_membership()
 
     def counts(self, disk: Disk) -> bool:
-        """Whether what a disk has may be there when the store is opened again: not if
-        it was given up, and another one knows that durably."""
+        """Whether what a disk has may be there after a restart of the store."""
         return disk in self._members or all(one.volume.membership < self._newest_membership for one in self._members)
 
     def _raise_membership(self) -> None:

@@ -333,8 +333,7 @@ def decode_table(data: memoryview, origin: Origin, offset: int) -> tuple[Table, 
 
 
 def peek_table(data: memoryview, *, uuid: bytes, segment: int) -> int:
-    """Return the incarnation that a segment's first page claims; 0: none. The claim is
-    not verified."""
+    """Return the incarnation that a segment's first page claims, or 0. Unverified."""
     if len(data) < TABLE_BYTES or data[:8] != Table.MAGIC:
         return 0
     table = Table.unpack(data)

@@ -113,8 +113,7 @@ class WriteSuperblock:
 
     volume: int
     copy: int
-    """0 or 1: copies are written in turn, so that one is always whole. It is at
-    `copy * ALIGNMENT_BYTES` in the file `disk`."""
+    """Which copy, 0 or 1 in turn, so that one is whole; at `copy * ALIGNMENT_BYTES`."""
     data: bytes = attrs.field(repr=False)
     """At most `ALIGNMENT_BYTES`."""
 

@@ -268,8 +268,7 @@ class Durable:
 
 @attrs.frozen
 class Lost:
-    """A batch will not become durable: its segment was abandoned. Append what is still
-    needed again, to this volume or another one."""
+    """A batch will not become durable. Append what is still needed again."""
 
     token: int
     errno: int

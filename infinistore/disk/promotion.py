@@ -92,8 +92,7 @@ class Promotion:
         return int(_MOST_READING_RATIO * self._core.pool.capacity_bytes) - self.prefetch_bytes
 
     def read(self, keys: Sequence[str], places: Sequence[Place], wait: Wait | None) -> None:
-        """Read distinct keys, which are here, in this order; without a wait in the
-        background."""
+        """Read distinct keys that are here, in this order; without a wait, later."""
         new: list[int] = []
         for position, key in enumerate(keys):
             flight = self._flights.get(key)

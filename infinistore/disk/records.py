@@ -272,8 +272,7 @@ class Records:
         return slots
 
     def _look(self, bucket: Int, low: U64) -> tuple[Int, Flags]:
-        """Look into one bucket for each record: its slot or -1, and whether the next
-        bucket may have it."""
+        """Look into one bucket for each record: its slot or -1; whether to go on."""
         found = self._by_bucket[bucket]
         hits = found == low[:, None]
         hit = hits.any(1)

@@ -16,8 +16,7 @@ MOST_BLOCKS_PER_GROUP: Final = 128
 """The most blocks that one job reads, or one batch on a disk has: it bounds how long
 the tier works at a stretch, to about a millisecond."""
 MOST_READS: Final = 8
-"""Reads of blocks under way on one disk. More keep its threads no busier, and would
-only stand before what is asked for next."""
+"""Reads of blocks under way on one disk. More would not be any faster."""
 MOST_GROUPS: Final = 4
 """Batches under way on one disk: written, flushed, and made ready at the same time."""
 MOST_PINNED_BYTES: Final = 64 * MIB
@@ -40,8 +39,7 @@ class TierSettings:
     group_s: float = attrs.field(default=0.1, validator=gt(0.0))
     """How long a smaller batch waits for more."""
     hang_s: float = attrs.field(default=10.0, validator=gt(0.0))
-    """After this a job counts as hung. What it reads or writes stays untouched until
-    it returns."""
+    """After this a job counts as hung. What it touches stays so until it returns."""
     write_rate_beside_reads: float = attrs.field(default=200e6, validator=gt(0.0))
     """How many bytes per second are written to a disk while it is read."""
     snapshot_s: float = attrs.field(default=300.0, validator=gt(0.0))

@@ -35,8 +35,7 @@ _STATES = {SegmentState.OPEN: OPEN, SegmentState.FULL: OPEN, SegmentState.SEALED
 
 
 class Upkeep:
-    """The longer work of one volume. `writable` says whether to write still, `stop` is
-    called with an errno when that must end."""
+    """The longer work of one volume. `stop` is called with the errno that ends it."""
 
     def __init__(
         self, log: Log, batches: Batches, *, writable: Callable[[], bool], stop: Callable[[int], None]

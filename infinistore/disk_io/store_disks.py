@@ -23,9 +23,7 @@ from infinistore.statistics import DiskStatistics, DiskTierStatistics
 
 @attrs.frozen
 class StoreDisks:
-    """The disks of one store. Whoever opened them closes the runner, before the pool of
-    the store.
-    """
+    """The disks of one store. The runner has to be closed before the store's pool."""
 
     volumes: Sequence[Volume]
     runner: DiskRunner

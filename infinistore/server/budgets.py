@@ -354,8 +354,7 @@ class BodyBudget:
             grant.granted.set()
 
     def _end_slow_ones(self) -> None:
-        """Give up bodies that are too slow, of the tenant that has most and the slowest
-        first, until there will be room for all that wait."""
+        """Give up slow bodies, of the largest tenant first, until there is room."""
         now = trio.current_time()
         slow: list[tuple[int, float, BodyGrant]] = []
         for grant in self._grants:

@@ -40,9 +40,7 @@ class Certificates:
         return TlsStream(stream, TlsSession(self.context, "the client"))
 
     def secure_management(self, stream: Stream) -> TlsStream:
-        """Return the same for the management API, where no client needs a
-        certificate: probes and scrapers rarely have one.
-        """
+        """Return the same for the management API, without a client's certificate."""
         return TlsStream(stream, TlsSession(self._management, "the client"))
 
     def connect_to_self(self, stream: Stream) -> TlsStream:

@@ -181,8 +181,7 @@ class PushLimits:
     most_bytes: int
     bytes_per_s: int
     settle_s: float = 1.0
-    """How long clients that have not heard of the drain may still write here, before
-    this node looks again what it has."""
+    """How long clients that do not know of the drain may still write here."""
 
 
 class OtherNodes:
@@ -292,9 +291,7 @@ async def push(
 async def _hottest(
     core: StoreCore, has_place: Callable[[Sequence[str]], Sequence[bool]], most_bytes: int, without: Container[str]
 ) -> list[_Group]:
-    """Return the hottest groups in memory, as many as have `most_bytes` together: the
-    hottest group first, and in each its hottest key.
-    """
+    """Return the hottest groups that have `most_bytes` together, hottest keys first."""
     groups: dict[str, _Group] = {}
     keys = core.all_keys()
     keys.reverse()
@@ -720,8 +717,7 @@ class ClusterService:
         self._drainer.want(wanted)
 
     async def _push(self, config: ServerConfig, token: str, on_progress: Callable[[Drain], None]) -> None:
-        """Pass blocks on, as a client of the other nodes. Those of tenants stay: a node
-        could not put them as theirs."""
+        """Pass blocks on, as a client of the other nodes. Those of tenants stay."""
         if self._server.tenancy is not None:
             if keys := len(self._server.core):
                 _log.warning("blocks of tenants are not passed on", extra={"keys": keys})

@@ -386,8 +386,7 @@ def _make_arena(config: ServerConfig, environment: Environment, index: int, leng
 def join_cluster(
     config: ServerConfig, server: Server, environment: Environment, token: str, *, has_old_blocks: bool = False
 ) -> "ClusterService | None":
-    """Return what the server does in its cluster, if it is a node of one.
-    `has_old_blocks`: it goes on with the pool of an earlier process."""
+    """Return the server's part in its cluster, if it has one."""
     if config.cluster is None:
         return None
     from infinistore.server.cluster import ClusterService  # late: most servers are in none

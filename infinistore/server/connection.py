@@ -67,9 +67,7 @@ from infinistore.transports.base import Stream, drive
 _log = logging.getLogger("infinistore.server")
 _T = TypeVar("_T")
 JOINED_BYTES = 16 * 1024
-"""Up to this length, a payload is copied behind its head before anything else happens:
-sending two buffers costs more system calls.
-"""
+"""Up to this length, a payload is copied behind its head, to save system calls."""
 INTERNAL_ERROR = "internal error of the server; its log has more"
 _UNDER_WAY = (termios.TIOCOUTQ, termios.FIONREAD)
 """Ask for the bytes of a socket that its peer has not received, and for those from it
@@ -164,9 +162,7 @@ class Conversation:
         return self._growth is not None
 
     async def reserve(self, sizes: Sequence[int], deadline_us: int) -> Reservation:
-        """Reserve space. If there is none and the pool may grow, wait for that, at most
-        until the caller's deadline.
-        """
+        """Reserve space; if the pool may grow, wait for that until the deadline."""
         growth = self._growth
         try:
             return self.core.reserve(self.client, sizes)

@@ -102,9 +102,7 @@ def open_listeners(config: ServerConfig, resources: ExitStack, given: Sequence[s
 
 
 def _who_may_open(path: Path, listener: socket.socket, access: Access) -> UnixAccess | None:
-    """Return who may open a Unix socket: by the settings if a server has made it, else
-    as whoever has made it says now.
-    """
+    """Return who may open a Unix socket, as it was made by a server or by others."""
     try:
         found = path.stat()
     except OSError:  # it was removed, or cannot be seen from here

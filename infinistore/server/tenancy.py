@@ -277,8 +277,7 @@ class TrustGroup:
     tenants: Tenants
     movers: Sequence[Mover]
     for_one: bool = False
-    """Whether clients may have mapped the pool to write because it had one tenant when
-    the server started, and so may have no other."""
+    """Whether clients may have mapped the pool to write, as that of one tenant."""
     mapped: bool = False
     """Whether its clients may map the pool."""
     writable: bool = False

@@ -135,9 +135,7 @@ class GidVerdict:
     text: str
     """Why not, or what kind of address it is."""
     order: tuple[int, ...] = ()
-    """Among usable ones of a port the least is chosen. Its index comes last; without
-    it, ports can be compared.
-    """
+    """The least of a port wins. Ports are compared without the last, the index."""
 
 
 def choose_port(

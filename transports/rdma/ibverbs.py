@@ -41,9 +41,7 @@ _REMEDY = (
     " /usr/lib/python3/dist-packages/pyverbs into the virtual environment's site-packages)"
 )
 _lock = threading.Lock()
-"""Held while pyverbs is imported, and while a device or a channel is opened: that is
-the descriptor that was not there before.
-"""
+"""Held while pyverbs is imported, and while a device or a channel is opened."""
 
 
 def _after_fork_in_child() -> None:

@@ -28,9 +28,7 @@ from infinistore.transports.sockets.raw_sockets import looks_stale
 SocketAddress: TypeAlias = tuple[
     socket.AddressFamily, socket.SocketKind, int, str, tuple[str, int] | tuple[str, int, int, int]
 ]
-"""What `socket.getaddrinfo` returns for TCP: family, kind, protocol, canonical name,
-address.
-"""
+"""What `socket.getaddrinfo` returns: family, kind, protocol, name, address."""
 
 Found: TypeAlias = "list[SocketAddress] | KeptError"
 """The outcome of a lookup; a `KeptError` is raised anew by each that waits for it."""
@@ -192,9 +190,7 @@ class Dialer:
 
 
 class Dial:
-    """The attempts of one call, in a `with` statement: those that are still under way
-    at its end go on, unless one was successful.
-    """
+    """The attempts of one call, in a `with`: without success they go on after it."""
 
     def __init__(self, dialer: Dialer, addresses: Sequence[SocketAddress], left: list[_Attempt]) -> None:
         self._dialer = dialer

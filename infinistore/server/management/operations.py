@@ -196,9 +196,7 @@ class Operations(list[Operation]):
 
 
 def schema_of(kind: Any, components: dict[str, Schema]) -> Schema:
-    """Return the schema of a type: plain, a list, optional, or an attrs class, which
-    becomes one of the components.
-    """
+    """Return the schema of a type: plain, a list, optional, or an attrs class."""
     if kind in _PLAIN:
         return _PLAIN[kind]
     if get_origin(kind) is list:

@@ -52,9 +52,7 @@ class TransportCheck:
 
 @attrs.frozen
 class DiskCheck:
-    """The result for the disks together; `error` is empty if a block was written to one
-    of them, and read back from there.
-    """
+    """The result for the disks together; `error` is empty if a block came back."""
 
     ok: bool
     error: str
@@ -64,9 +62,7 @@ class DiskCheck:
 async def check_transports(
     addresses: ServerAddresses, token: str, *, tls: "Certificates | None" = None, writes: bool = True
 ) -> list[TransportCheck]:
-    """Check the server at each of its addresses, one after the other; without `writes`,
-    by looking a key up. `tls` is what the server has.
-    """
+    """Check the server at each of its addresses; without `writes`, look a key up."""
     found = [("tcp" if tls is None else "tls", f"{host}:{port}", _tcp(host, port, tls)) for host, port in addresses.tcp]
     if (unix_socket := addresses.unix_socket) is not None:
         found.append(("unix", str(unix_socket), lambda: connect_unix(str(unix_socket))))
@@ -89,9 +85,7 @@ async def check_disks(
     *,
     tls: "Certificates | None" = None,
 ) -> DiskCheck:
-    """Check the disks of the server at the first of its addresses: its Unix socket, if
-    it has one. `evict` takes keys from its memory.
-    """
+    """Check the disks at the server's Unix socket, if it has one, or by TCP."""
     connect = _tcp(*addresses.tcp[0], tls)
     if (unix_socket := addresses.unix_socket) is not None:
         connect = partial(connect_unix, str(unix_socket))

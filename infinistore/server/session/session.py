@@ -429,8 +429,7 @@ class Session:
             self._scope.cancel()
 
     def replace(self) -> None:
-        """As `finish`, because another process takes the server's place: tell the
-        client that what it has asked since was not done."""
+        """As `finish`; the client is told that another process takes this place."""
         self._replaced = "another process takes the server's place"
         self.finish()
 

@@ -305,9 +305,7 @@ class ShardsManagement:
         return JSONResponse({"status": "ok", "num": count})
 
     async def _ask(self, request: Request, within_s: float) -> dict[int, _Answer]:
-        """Pass a request on to all shards at once, and return the answers that come in
-        time, in the order of the shards.
-        """
+        """Ask all shards at once; return the answers that come in time, in order."""
         query = request.scope["query_string"].decode()
         target = request.scope["path"] + (f"?{query}" if query else "")
         headers = {name: request.headers[name] for name in _FORWARDED if name in request.headers}

@@ -129,8 +129,7 @@ class Link:
 
 
 def beat_of(bound_s: float) -> float:
-    """Return the time between two signs of life, and between two beats of the
-    supervisor, if a loop may stand still for `bound_s`."""
+    """Return the time between two signs of life if a loop may hang for `bound_s`."""
     return bound_s / _PARTS
 
 
@@ -285,9 +284,7 @@ def _listen(management_socket: Path | None, config: ServerConfig, resources: Exi
 
 
 async def _run_on_any_core(cores: frozenset[int], function: Callable[..., Any], *arguments: Any) -> Any:
-    """Run a blocking function in a thread, which may use other cores than the server
-    does: it prefaults memory, or waits for a disk.
-    """
+    """Run a blocking function in a thread, on any core."""
 
     def run() -> Any:
         with suppress(OSError):

@@ -58,9 +58,7 @@ _LAST_STEPS_S: Final = 10.0
 _END_S: Final = 2.0
 """The time for a shard to end when its link is closed."""
 _HANGS_S: Final = 30.0
-"""A shard without a sign of life for this long is killed, unless the service manager
-has a watchdog time of its own.
-"""
+"""A shard that is silent for this long is killed, without a watchdog's own time."""
 
 
 async def serve_shards(

@@ -37,8 +37,7 @@ from infinistore.transports.sockets.unix_listener import UnixListener
 
 _log = logging.getLogger("infinistore.server")
 ARENA_OF_GROUP = "arena of a group"
-"""The name of an arena of a server with tenants: another one than that which releases
-look for that know of no groups."""
+"""The name of an arena of a group, which older releases do not look for."""
 DECIDE_S = 60.0
 """How long the other process may take from the end of the service to its own begin."""
 _DECIDE_FOR_EACH_KEY_S = 100e-6

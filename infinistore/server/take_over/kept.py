@@ -126,8 +126,7 @@ class Keeping:
 
 
 def _name_of_sockets(config: ServerConfig) -> str:
-    """Return how the sockets are named that a server with these settings listens on:
-    another one must not get them."""
+    """Return under which name the sockets of a server with these settings are kept."""
     path = (config.unix_socket, config.unix_socket_access, config.unix_socket_group)
     settings = (config.host, config.service_port, *path)
     return f"{SOCKET}{hashlib.sha256(repr(settings).encode()).hexdigest()[:16]}"

@@ -205,8 +205,7 @@ def can_adopt(config: ServerConfig) -> bool:
 
 
 class PoolLost(Exception):
-    """The memory of the earlier server cannot be used: start with an empty pool. The
-    earlier server has ended."""
+    """The earlier server has ended, and its memory cannot be used: start empty."""
 
 
 class Adopting:
@@ -326,8 +325,7 @@ class Adopting:
         return [self._watch, partial(_verify, whole)]
 
     def still_open(self) -> list[Ended]:
-        """Return the connections and clients of the earlier server that have not ended,
-        for the process that takes this one's place."""
+        """Return what has not ended of the earlier server, for the next process."""
         streams = [*self.streams, self.lifeline]
         return [
             Ended(_copy_of(descriptor), one.client)
