@@ -13,7 +13,7 @@ import torch
 
 sys.path.append(str(Path(__file__).parents[2] / "bench"))
 import gpu
-from gpu_report import PARTS, Report, markdown, missed, why_not
+from gpu_report import LENGTHS, PARTS, Report, markdown, missed, why_not
 
 CHEAP = ("copies-batch", "register")
 MACHINE = "a GPU"
@@ -76,10 +76,13 @@ def test_every_part_has_a_title_and_runs() -> None:
 
 
 @pytest.mark.nightly
+@pytest.mark.timeout(1200)
 def test_all_parts_run_without_a_gpu(tmp_path: Path) -> None:
-    assert dry_run(tmp_path / "report.json", *gpu.RUN) == 0
+    """Of the prompts, those of one length."""
+    parts = [name for name in gpu.RUN if name not in {f"ttft-{tokens}" for tokens in LENGTHS[1:]}]
+    assert dry_run(tmp_path / "report.json", *parts) == 0
     kept = Report(tmp_path / "report.json").parts
-    assert [name for name in gpu.RUN if why_not(kept[name])] in ([], ["ttft-lmcache"])
+    assert [name for name in parts if why_not(kept[name])] in ([], ["ttft-lmcache"])
 
 
 def test_tables_say_what_was_not_run_and_on_which_machine_the_rest_was() -> None:
