@@ -1,5 +1,6 @@
 """`infinistore doctor`: checks this machine, and the transports to a server."""
 
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
@@ -55,6 +56,10 @@ _TO: Final = "A server"
     "--hint-gid-index", type=click.IntRange(-1, 255), metavar="INDEX", default=-1, show_default=True,
     envvar="INFINISTORE_HINT_GID_INDEX", panel=_RDMA, help="As for a server.",
 )  # fmt: skip
+@click.option(
+    "--rdma-loopback", is_flag=True, panel=_RDMA,
+    help="Also move bytes with the chosen port, from this machine to itself.",
+)  # fmt: skip
 @json_option
 def command(
     *,
@@ -63,6 +68,7 @@ def command(
     token_file: Path | None,
     deadline: float,
     disks: tuple[Path, ...],
+    rdma_loopback: bool,
     as_json: bool,
     **rdma: Any,
 ) -> None:
@@ -71,7 +77,8 @@ def command(
     Nothing is changed, except that --disk writes one small file and removes it. Each
     line that is not good has a remedy. The exit code is 1 if a line is bad, otherwise
     0. With --to, a few blocks are written to the server, read and deleted. If the
-    server is so full that this could evict others, only lookups are measured.
+    server is so full that this could evict others, only lookups are measured. With
+    --rdma-loopback, 16 MiB of memory are registered with the RDMA device and moved.
     """
     from infinistore.addresses import DEFAULT_SERVICE_PORT, default_socket_path
     from infinistore.doctor import Level, Wanted, examine, this_host, this_software, worst
@@ -81,7 +88,18 @@ def command(
         target = Target(to if "://" in to else f"infinistore://{to}", token_file, deadline, wait_s=0)
         target.check()
     host = this_host(default_socket_path(DEFAULT_SERVICE_PORT).parent)
-    findings = [*examine(host, this_software(), Wanted(**rdma)), *_examine_disks(host, disks)]
+    wanted = Wanted(**rdma)
+    findings = [*examine(host, this_software(), wanted), *_examine_disks(host, disks)]
+    loopback = None
+    if rdma_loopback:
+        import trio
+
+        from infinistore.doctor.loopback import examine_loopback, tools_of
+
+        of_loopback, loopback = trio.run(
+            partial(examine_loopback, tools_of(host, wanted), seconds=seconds, limit_s=deadline)
+        )
+        findings += of_loopback
     if not as_json:
         _print_findings(findings)
     paths: list[MeasuredPath] = []
@@ -93,7 +111,8 @@ def command(
     if as_json:
         ok = worst(findings) is not Level.BAD
         measured = [attrs.asdict(path, filter=attrs.filters.exclude("finding")) for path in paths]
-        print_json({"ok": ok, "findings": [_as_json(finding) for finding in findings], "to": to, "paths": measured})
+        document = {"ok": ok, "findings": [_as_json(finding) for finding in findings], "to": to, "paths": measured}
+        print_json(document | {"loopback": None if loopback is None else attrs.asdict(loopback)})
     if worst(findings) is Level.BAD:
         raise NegativeAnswer
 

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 
+from infinistore.transports.rdma.devices import there_is_rdma
 from tests.cli.conftest import Run, StartServer
 from tests.cli.in_process import ServerHere
 
@@ -60,6 +61,16 @@ def test_a_disk_without_numpy_is_one_bad_line(doctor: Run, tmp_path: Path, monke
         "numpy: is not installed here, and disks need it -> pip install numpy"
     ]
     assert (done.returncode, done.stderr) == (1, b"")
+
+
+@pytest.mark.skipif(there_is_rdma(), reason="tests/rdma has the loopback of a machine with RDMA")
+def test_a_loopback_without_a_device_is_bad_and_says_how_to_get_one(doctor: Run) -> None:
+    done = doctor("--json", "--rdma-loopback")
+    told = document(done.stdout)
+    (found,) = (finding for finding in told["findings"] if finding["topic"] == "RDMA loopback")
+    assert (done.returncode, told["ok"], told["loopback"]) == (1, False, None)
+    assert (found["subject"], found["level"]) == ("device", "bad")
+    assert "modprobe rdma_rxe" in found["remedy"]
 
 
 def test_each_path_to_a_server_on_this_machine_is_measured(doctor: Run, server: ServerHere) -> None:

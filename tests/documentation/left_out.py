@@ -18,6 +18,7 @@ _DOCKER: Final = "it needs Docker and an image from a registry; tests/deploy/tes
 _KUBERNETES: Final = "it needs Kubernetes; tests/deploy/test_chart.py renders the chart with Helm"
 _SYSTEMD: Final = "it needs systemd as process 1, and changes the machine; tests/deploy checks the units"
 _STORES: Final = "it takes minutes, and needs the other stores; tests/bench checks its parts"
+_CARD: Final = "it needs an RDMA device; tests/rdma runs the loopback with Soft-RoCE"
 
 LEFT_OUT: Final[dict[str, dict[str, str]]] = {
     "README.md": {
@@ -28,6 +29,9 @@ LEFT_OUT: Final[dict[str, dict[str, str]]] = {
     },
     "docs/aibrix.md": {
         "pip install": _INSTALLS,
+    },
+    "docs/command-line.md": {
+        "infinistore doctor --rdma-loopback": _CARD,
     },
     "docs/container.md": {
         "docker build": _DOCKER,
@@ -61,9 +65,14 @@ LEFT_OUT: Final[dict[str, dict[str, str]]] = {
     },
     "docs/rdma.md": {
         "docker run": "it needs an RDMA card, and Docker",
+        "infinistore doctor --rdma-loopback": _CARD,
+        "python scripts/rdma_pair.py": _CARD,
     },
     "docs/reference/performance.md": {
         "python bench/compare.py": _STORES,
+    },
+    "docs/reference/scaling.md": {
+        "python bench/scaling.py": "the page shows what it prints; scripts/generate.py runs it",
     },
     "docs/sglang.md": {
         "pip install": _INSTALLS,

@@ -12,10 +12,14 @@ from tests.rdma.conftest import Host
 from tests.rdma.serving import serving
 
 
-def test_the_devices_and_the_choice_are_shown(hosts: tuple[Host, Host], capsys: pytest.CaptureFixture[str]) -> None:
-    code = run(["doctor", "--json", "--dev-name", hosts[1].device])
+def test_the_devices_and_the_choice_are_shown_and_a_port_moves_bytes_to_itself(
+    hosts: tuple[Host, Host], capsys: pytest.CaptureFixture[str]
+) -> None:
+    quickly = ["--seconds", "0.05", "--deadline", "300"]
+    code = run(["doctor", "--json", "--dev-name", hosts[1].device, "--rdma-loopback", *quickly])
 
-    found = {finding["subject"]: finding for finding in json.loads(capsys.readouterr().out)["findings"]}
+    told = json.loads(capsys.readouterr().out)
+    found = {finding["subject"]: finding for finding in told["findings"]}
     assert code == any(finding["level"] == "bad" for finding in found.values())
     for host in hosts:
         assert found[host.device]["level"] == "good"
@@ -23,6 +27,12 @@ def test_the_devices_and_the_choice_are_shown(hosts: tuple[Host, Host], capsys: 
         assert found[f"{host.device} port 1"]["details"]
     assert found["choice"]["level"] == "good"
     assert found["choice"]["text"].startswith(f"{hosts[1].device} port 1, GID ")
+
+    loopback = {one["subject"]: one["level"] for one in told["findings"] if one["topic"] == "RDMA loopback"}
+    assert list(loopback)[:6] == ["device", "memory", "queue pair", "bytes", "bandwidth", "ib_write_bw"]
+    assert "bad" not in loopback.values()
+    assert told["loopback"]["port"].startswith(f"{hosts[1].device} port 1")
+    assert min(told["loopback"][figure] for figure in ("write_bytes_per_s", "read_bytes_per_s", "write_p50_us")) > 0
 
 
 @pytest.mark.nightly
