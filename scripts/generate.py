@@ -17,10 +17,19 @@ from command_reference import command_reference
 from gpu_figures import gpu_figures
 from public_api import public_api
 from reference_tables import reference_tables
+from scaling_tables import scaling_tables
 
 PROJECT = Path(__file__).resolve().parents[1]
 
-GENERATORS = (blocking_face, client_options, public_api, command_reference, reference_tables, gpu_figures)
+GENERATORS = (
+    blocking_face,
+    client_options,
+    public_api,
+    command_reference,
+    reference_tables,
+    gpu_figures,
+    scaling_tables,
+)
 """Each returns the text of files by their paths from the top folder.
 
 A later one may read what an earlier one wrote.
