@@ -378,9 +378,11 @@ def perftest_command(port: ChosenPort, tcp_port: int) -> list[str]:
 
 
 def perftest_bandwidth(output: str) -> float | None:
-    """Return the average of its output, in bytes a second; None if there is none."""
+    """Return the average of its output, in bytes a second; None if there is none, or if
+    nothing was done in its time.
+    """
     found = re.search(rf"^\s*{_MESSAGE_BYTES}\s+\d+\s+[\d.]+\s+([\d.]+)", output, re.MULTILINE)
-    return float(found[1]) * MIB if found else None
+    return (found is not None and float(found[1]) * MIB) or None
 
 
 async def _write_bandwidth(dev_name: str | None, ib_port: int, link_type: str | None, hint_gid_index: int) -> float:

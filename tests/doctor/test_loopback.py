@@ -154,6 +154,7 @@ PERFTEST = """
 class TestPerftest:
     def test_its_average_is_read_in_bytes_a_second(self) -> None:
         assert perftest_bandwidth(PERFTEST) == 8.94 * MIB
+        assert perftest_bandwidth(PERFTEST.replace("8.94", "0.00")) is None  # nothing was done in a second
         assert perftest_bandwidth("Couldn't connect to 127.0.0.1:18515") is None
 
     def test_it_uses_the_port_and_the_gid_that_were_chosen(self) -> None:
