@@ -139,7 +139,7 @@ async def _examine(
     findings.append(good(_TOPIC, "memory", f"can be registered, {register_s:.2f} s a GiB"))
     ends = _Ends(device, limit_s)
     mtu_bytes = ends.mtu_bytes
-    findings.append(good(_TOPIC, "queue pair", f"connected to itself, {mtu_bytes} bytes in a packet"))
+    findings.append(good(_TOPIC, "queue pair", f"connected to itself, in packets of {in_units(mtu_bytes)}"))
     for length, offset in (_ODD, (_SPAN_BYTES, 0)):
         await ends.compare(source, target, length, offset)
     findings.append(good(_TOPIC, "bytes", f"written and read back, up to {in_units(_SPAN_BYTES)}, and compared"))

@@ -67,7 +67,7 @@ async def test_a_device_that_works_is_measured_and_nothing_of_it_is_left_open(fa
     assert measured.register_s_per_gib == pytest.approx(TICK_S * GIB / (8 * MIB))
     assert measured.ib_write_bw_bytes_per_s is None
     assert found["ib_write_bw"].text == "not compared: perftest is not installed (apt-get install perftest)"
-    assert "1024 bytes in a packet" in found["queue pair"].text
+    assert "in packets of 1 KiB" in found["queue pair"].text
 
 
 @pytest.mark.parametrize(("share", "level"), [(0.5, Level.WARNING), (0.9, Level.GOOD), (2.0, Level.GOOD)])
