@@ -47,7 +47,6 @@ _LEAST_LOADED = 1 << 20
 _MAP_NORESERVE = 0x4000  # Linux; the mmap module has no name for it before 3.13
 
 _EMPTY, _DELETED, _LEAST_LOW = np.uint64(0), np.uint64(1), np.uint64(2)
-MOST_SEGMENTS = 1 << 24
 MOST_SEGMENT_BYTES = ALIGNMENT_BYTES << 24
 # A place: segment (24 bits), page (24), lap (8), spare (4), own checksum, live, reads
 # (2).

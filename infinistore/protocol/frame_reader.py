@@ -92,9 +92,7 @@ class FrameReader:
 
     @property
     def room(self) -> Sequence[memoryview] | None:
-        """Where bytes of the next frame belong; None if some of them have come. Call
-        `arrived` when there are any.
-        """
+        """Where bytes of the next frame belong, for `arrived`; None if some came."""
         return None if self._start != self._end else self._next_frame.views
 
     def arrived(self, count: int) -> None:

@@ -213,11 +213,6 @@ class Shard:
         return f"{self.port} {self.unix_socket}" if self.unix_socket else str(self.port)
 
 
-def shards_to_texts(shards: Sequence[Shard]) -> Keys:
-    """Return what `HelloReply.shards` says of these shards, in order."""
-    return Keys([str(shard) for shard in shards])
-
-
 def shards_from_texts(texts: Sequence[str]) -> tuple[Shard, ...]:
     """Return the shards of a `HelloReply`; none if the server has no others.
 

@@ -33,7 +33,7 @@ from infinistore.disk_settings import DESCRIPTORS_OF_A_DISK
 from infinistore.errors import ConfigError, OutOfMemory
 from infinistore.host import free_huge_pages
 from infinistore.kept_errors import KeptError
-from infinistore.protocol.messages import HelloReply, Shard, shards_to_texts
+from infinistore.protocol.messages import HelloReply, Keys, Shard
 from infinistore.secret_files import read_token
 from infinistore.server.budgets import DescriptorBudget, LogBudget
 from infinistore.server.connection import SessionLimits
@@ -242,9 +242,7 @@ class _Stores:
 
 @attrs.frozen
 class _Opening:
-    """Makes the stores of a server. `resources` closes them. The blocks come from
-    `earlier`, and the server can be one of `parts` shards.
-    """
+    """Makes the stores of a server, one of `parts`, with `earlier` blocks if any."""
 
     config: ServerConfig
     addresses: ServerAddresses
@@ -425,7 +423,7 @@ def compose_server(
         max_batch_bytes=config.max_batch_bytes,
         max_value_bytes=config.max_value_bytes,
         unix_socket=str(addresses.unix_socket or ""),
-        shards=shards_to_texts(shards),
+        shards=Keys([str(shard) for shard in shards]),
     )
     for mover in movers:
         hello = mover.announce(hello)

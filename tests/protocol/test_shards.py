@@ -6,7 +6,7 @@ from hypothesis import strategies as st
 
 from infinistore.errors import ProtocolError
 from infinistore.protocol.codec import encode_head, unstructure_for
-from infinistore.protocol.messages import MOST_SHARDS, HelloReply, Keys, Shard, shards_from_texts, shards_to_texts
+from infinistore.protocol.messages import MOST_SHARDS, HelloReply, Keys, Shard, shards_from_texts
 from infinistore.protocol.versions import LAST_RELEASE
 
 paths = st.text(st.characters(exclude_categories=["Cs"], exclude_characters="\0"), max_size=50).map(
@@ -17,7 +17,7 @@ shards = st.builds(Shard, st.integers(1, 65535), st.just("") | paths)
 
 @given(st.lists(shards, max_size=20, unique_by=lambda shard: shard.port))
 def test_shards_come_back_as_they_were(given: list[Shard]) -> None:
-    assert shards_from_texts(shards_to_texts(given)) == tuple(given)
+    assert shards_from_texts([str(shard) for shard in given]) == tuple(given)
 
 
 @pytest.mark.parametrize(
