@@ -445,8 +445,7 @@ class Disks:
         return len(self._disks)
 
     def add(self, disk: Disk) -> None:
-        """Add a disk: of two that know different numbers of the membership, the one
-        with the lower is purged, whichever was opened first."""
+        """Add a disk; of two memberships, the disk with the lower one is purged."""
         self._disks.append(disk)
         known = disk.volume.membership
         if self._members and known != self._newest_membership:

@@ -25,8 +25,7 @@ from infinistore.errors import LimitExceeded, OutOfMemory, ValueTooLarge
 _READ_AT_ONCE_RATIO = 1 / 8
 """The part of the pool that one request reads back at a time."""
 _MOST_READING_RATIO = 1 / 4
-"""The part of the pool that reads under way may have reserved, and that prefetches may
-ask for beyond what they have read: puts need room, too."""
+"""The part of the pool that reads under way, and prefetches to come, may take."""
 
 
 @attrs.define(eq=False)

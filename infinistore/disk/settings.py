@@ -13,8 +13,7 @@ LARGEST_READ_BYTES: Final = 4 * MIB
 """The most that one job reads, and that is promoted in one step. Several disks also
 take parts of this size in turn, so that a prefix is read from all of them."""
 MOST_BLOCKS_PER_GROUP: Final = 128
-"""The most blocks that one job reads, or one batch on a disk has: it bounds how long
-the tier works at a stretch, to about a millisecond."""
+"""The most blocks of one read or batch: about a millisecond of work at a stretch."""
 MOST_READS: Final = 8
 """Reads of blocks under way on one disk. More would not be any faster."""
 MOST_GROUPS: Final = 4

@@ -561,8 +561,7 @@ class DiskTier:
             self._disks.exclude(disk)
 
     def _take_out(self) -> bool:
-        """Forget the failed disks that have ended; return whether there were any: what
-        waited for them goes elsewhere."""
+        """Forget the failed disks that have ended; return whether there were any."""
         ended = [one for one in self._disks if one in self._leaving and one.has_ended]
         for disk in ended:
             self._leaving.remove(disk)
@@ -627,8 +626,7 @@ class DiskTier:
             self._close(self._closing, now)
 
     def _purge(self, waits: list[Wait]) -> None:
-        """Purge every disk, or have it purged when it has recovered. What a failed one
-        has may be back when it is opened again."""
+        """Purge every disk, or have it purged when it has recovered."""
         self._queue.clear()
         self._demotion.clear()
         for disk in self._failed:

@@ -316,8 +316,7 @@ class Tiers:
 
     @contextmanager
     def _guarded(self, *refusals: type[Exception]) -> Iterator[None]:
-        """If the disk tier raises anything but these, turn it off, and go on behind the
-        `with` statement: with what the core has."""
+        """Turn the tier off if it raises anything but these, and go on without it."""
         try:
             yield
         except refusals:

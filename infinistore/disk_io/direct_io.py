@@ -123,9 +123,7 @@ class BounceBuffer:
 def transfer(
     call: Callable[[int, Sequence[memoryview], int], int], fd: int, vectors: Sequence[memoryview], offset: int
 ) -> int:
-    """Read or write all of `vectors` (`call` is `os.preadv` or `os.pwritev`), and
-    return how many bytes that were: fewer only where a file ends.
-    """
+    """Read or write all of `vectors` by `call`; return the bytes, fewer at the end."""
     total_bytes = sum(map(len, vectors))
     done_bytes = call(fd, vectors, offset)
     while 0 < done_bytes < total_bytes and not done_bytes % ALIGNMENT_BYTES:  # else the file ends there

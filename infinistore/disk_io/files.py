@@ -34,8 +34,7 @@ class _OpenFile:
         self.fd = fd
         self.users = 0
         self.unflushed = False
-        """Whether it was written since the last flush. Then it stays open: of a file
-        that was closed meanwhile, the kernel may forget an error."""
+        """Written since the last flush: it stays open, or errors might be forgotten."""
 
 
 class DiskFiles:

@@ -121,9 +121,7 @@ _Returned = TypeVar("_Returned")
 
 
 def run_steps(steps: Steps[_Returned], runner: DiskRunner) -> _Returned:
-    """Run steps that need nothing but the results of their jobs, and return what they
-    return. Nobody else may use the runner meanwhile.
-    """
+    """Run steps that need only the results of their jobs; return what they return."""
     try:
         wanted = next(steps)
         while True:

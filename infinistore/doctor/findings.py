@@ -30,9 +30,7 @@ class Level(enum.Enum):
 
 @attrs.frozen
 class Finding:
-    """One finding. `remedy` is empty if nothing is to be done; `details` are further
-    lines.
-    """
+    """A finding. `remedy` is empty if none is needed; `details` are more lines."""
 
     topic: str
     subject: str

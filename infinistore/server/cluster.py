@@ -112,9 +112,7 @@ class Refusals:
 
 
 class Others:
-    """The nodes of a membership that do not drain, without one. It belongs to whoever
-    made that membership, who ends it.
-    """
+    """The nodes of a membership that stay, without one. It owns nothing."""
 
     def __init__(self, membership: StaticMembership | RunningMembership, node_id: str) -> None:
         self._membership = membership

@@ -42,8 +42,7 @@ JOBS_END_S: Final = 5.0
 
 
 def time_for_disks_s(deadline_us: int) -> float:
-    """Return how long a request may wait for disks, in seconds. `deadline_us` is what
-    is left of its caller's deadline; 0 means none."""
+    """Return how long a request may wait for disks; `deadline_us` 0 means no limit."""
     return deadline_us * 1e-6 * (1 - _REPLY_SHARE) if deadline_us else NO_DEADLINE_S
 
 

@@ -52,9 +52,7 @@ class Environment:
     service_manager: ServiceManager = attrs.field(factory=ServiceManager)
     """Who is told when the server drains."""
     meet_shards: Callable[[ServerAddresses], Awaitable[Sequence[Shard]]] = _no_shards
-    """Tells where the server listens, and returns where all the shards are that it is
-    one of; none if it is a server by itself.
-    """
+    """Tells where the server listens; returns its shards, if it is one of several."""
     accept: Callable[[socket.socket, Spinner], Awaitable[Stream]] = accept
     create_arena: Callable[..., Arena] = create_arena
     available_memory: Callable[[], MemoryLimit] = available_memory

@@ -210,8 +210,7 @@ class PlannedGroups:
 
 
 class WholeStore(StoreCore):
-    """The stores of all tenants of these groups. It has no keys of its own, and nobody
-    writes to it. Arenas are shown if there is one group."""
+    """The stores of all tenants, without keys of its own. It is not written to."""
 
     def __init__(self, groups: Sequence[Tenants], *, clock: Callable[[], float]) -> None:
         pools = [group.pool for group in groups]
@@ -444,9 +443,7 @@ class Tenancy:
 
 
 class HandedGroups:
-    """The groups of `tenancy`, as one process hands them to another; see
-    `ServerMemory`. Those in `kept` have the memory of the earlier server.
-    """
+    """The groups of `tenancy`; those in `kept` have an earlier server's memory."""
 
     def __init__(self, tenancy: Tenancy, kept: Sequence[str], config: ServerConfig) -> None:
         self._tenancy = tenancy

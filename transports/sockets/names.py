@@ -36,9 +36,7 @@ Found: TypeAlias = "list[SocketAddress] | KeptError"
 NEXT_ADDRESS_AFTER_S: Final = 0.25
 """How long an address has before the next is tried beside it (RFC 8305, section 5)."""
 _KEPT_S: Final = 10.0
-"""How long an attempt goes on after the call that made it, and the answer of a lookup
-is kept after the last call that waited for it.
-"""
+"""How long an attempt, and the answer of a lookup, are kept after their call."""
 _MOST_KEPT: Final = 8
 _UNDER_WAY: Final = (errno.EINPROGRESS, errno.EALREADY)
 _CONNECTED: Final = (0, errno.EISCONN)
@@ -275,9 +273,7 @@ def _close(attempts: Iterable[_Attempt]) -> None:
 
 
 def _in_order(addresses: Sequence[SocketAddress], last: object) -> list[SocketAddress]:
-    """Return addresses in the order in which to try them: the one that answered last,
-    then families in turn (RFC 8305, section 4).
-    """
+    """Return addresses, the last good one first, then families in turn (RFC 8305)."""
     ordered = sorted(addresses, key=lambda found: found[4] != last)
     family = ordered[0][0] if ordered else None
     turns = zip_longest(

@@ -149,9 +149,7 @@ def _values(records: _Records, name: str) -> _Records:
 
 
 def _latencies(snapshot: Snapshot) -> _Samples:
-    """Return the latencies with all outcomes merged. Failures are counted elsewhere,
-    and each series of a histogram is twenty lines of a scrape.
-    """
+    """Return the latencies, with all outcomes merged: each series is twenty lines."""
     return [((one.kind, one.transport), one) for one in merged_by("kind", "transport")([snapshot.operations])]
 
 

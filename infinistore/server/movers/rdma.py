@@ -210,9 +210,7 @@ class RdmaMover(Mover):
         self.descriptors_per_client = 0 if pool is None else 1
 
     def unavailable(self, conversation: Conversation) -> str:
-        """A server without a device moves nothing by RDMA, and nobody does whose blocks
-        must be encrypted.
-        """
+        """RDMA needs a device, and a client whose blocks need no encryption."""
         if conversation.identity.require_tls:
             tenant = conversation.identity.tenant
             return (

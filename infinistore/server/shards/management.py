@@ -82,9 +82,7 @@ _SAMPLE: Final = re.compile(rb"([a-zA-Z_:][a-zA-Z0-9_:]*)(\{)?")
 
 
 def merge_metrics(texts: Mapping[int, bytes]) -> bytes:
-    """Put scrapes in Prometheus's text format together, with the label `shard` before
-    the others of each sample. Each metric is described once.
-    """
+    """Put scrapes together, with the label `shard`; describe each metric once."""
     families: dict[bytes, tuple[list[bytes], list[bytes]]] = {}  # by name: what describes it, its samples
     for shard, text in texts.items():
         described, samples = list[bytes](), list[bytes]()
@@ -162,9 +160,7 @@ _MERGED: Final[Mapping[str, Callable[[Any], Mapping[str, Any]]]] = {
 
 
 def merge_selftests(answers: Mapping[int, Mapping[str, Any]], count: int) -> dict[str, Any]:
-    """Return the checks of the transports of all `count` shards, and of all disks as
-    one. A shard that did not answer has failed.
-    """
+    """Return the checks of all `count` shards as one; a silent shard has failed."""
     missing = [shard for shard in range(count) if shard not in answers]
     checks = [check for answer in answers.values() for check in answer["transports"]]
     checks += [

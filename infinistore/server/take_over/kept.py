@@ -147,8 +147,7 @@ async def open_kept(config: ServerConfig, manager: ServiceManager, resources: Ex
 
 
 def forget_kept(manager: ServiceManager) -> None:
-    """See to it that nobody goes on any more with what was kept, even if the service
-    manager does not hear that it is to forget it. Blocking."""
+    """See to it that nobody goes on with what was kept. Blocking."""
     descriptor = manager.look_at("state")
     if descriptor is not None:
         os.ftruncate(descriptor, 0)
