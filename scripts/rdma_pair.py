@@ -6,9 +6,9 @@
 Each runs `infinistore doctor --rdma-loopback` on its own host, and stops there if
 something is wrong. The first then serves for ten minutes (`--minutes`), at TCP port
 22399 (`--port`) of all its addresses (`--address`) and, for `ib_write_bw`, the next
-one. It prints the command for the second, with a token made for this run. The second measures each
-transport to it by `infinistore doctor --to`, and `ib_write_bw` where both hosts have it
-(`apt-get install perftest`). Its exit code is 0 if blocks went by RDMA.
+one. It prints the command for the second, with a token made for this run. The second
+measures each transport to it by `infinistore doctor --to`, and `ib_write_bw` where both
+hosts have it (`apt-get install perftest`). Its exit code is 0 if blocks went by RDMA.
 """
 
 import argparse
