@@ -11,50 +11,32 @@ argument, `unit_bytes`. Built-in names cannot be overridden. A module is importe
 when its strategy is used.
 """
 
-import difflib
-from importlib.metadata import EntryPoint, entry_points
-
 from infinistore.allocators.base import Allocator
-from infinistore.errors import ConfigError
+from infinistore.named_classes import NamedClasses
 
 ENTRY_POINT_GROUP = "infinistore.allocators"
 
-_BUILT_IN = {
-    "bitmap": "infinistore.allocators.bitmap:BitmapAllocator",
-    "slab": "infinistore.allocators.slab:SlabAllocator",
-    "jemalloc": "infinistore.allocators.jemalloc:JemallocAllocator",
-}
-
-
-def _entry_points() -> dict[str, EntryPoint]:
-    found = {point.name: point for point in entry_points(group=ENTRY_POINT_GROUP)}
-    for name, value in _BUILT_IN.items():
-        found[name] = EntryPoint(name=name, value=value, group=ENTRY_POINT_GROUP)
-    return found
+_ALLOCATORS = NamedClasses(
+    "allocator",
+    ENTRY_POINT_GROUP,
+    Allocator,
+    "infinistore.allocators.Allocator",
+    {
+        "bitmap": "infinistore.allocators.bitmap:BitmapAllocator",
+        "slab": "infinistore.allocators.slab:SlabAllocator",
+        "jemalloc": "infinistore.allocators.jemalloc:JemallocAllocator",
+    },
+)
 
 
 def allocator_names() -> list[str]:
     """Return the names of all strategies: built-in ones first, then others, sorted."""
-    return [*_BUILT_IN, *sorted(set(_entry_points()) - set(_BUILT_IN))]
+    return _ALLOCATORS.names()
 
 
 def allocator_class(name: str) -> type[Allocator]:
     """Return the strategy `name`, or raise `ConfigError`."""
-    point = _entry_points().get(name)
-    if point is None:
-        names = allocator_names()
-        close = difflib.get_close_matches(name, names, n=1)
-        hint = f" Did you mean {close[0]!r}?" if close else ""
-        raise ConfigError(f"there is no allocator called {name!r}.{hint} Known are: {', '.join(names)}.")
-    try:
-        loaded = point.load()
-    except (ImportError, AttributeError) as error:
-        raise ConfigError(f"the allocator {name!r} ({point.value}) cannot be loaded: {error}") from error
-    if not (isinstance(loaded, type) and issubclass(loaded, Allocator)):
-        raise ConfigError(
-            f"the allocator {name!r} ({point.value}) is not a subclass of infinistore.allocators.Allocator"
-        )
-    return loaded
+    return _ALLOCATORS.load(name)
 
 
 def create_allocator(name: str, unit_bytes: int) -> Allocator:

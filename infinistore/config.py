@@ -451,6 +451,9 @@ class ServerConfig:
         key="node_drain_rate",
         group=_CLUSTER,
     )
+    eviction: str = declare(
+        text(), "lru", "Strategy that decides which blocks leave a full pool first", group=_EVICTION
+    )
     enable_periodic_evict: bool = declare(
         switch(), "off", "Evict every --evict-interval seconds, not only when a put needs space", group=_EVICTION
     )

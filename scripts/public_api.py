@@ -22,6 +22,8 @@ MODULES = (
     "infinistore.server",
     "infinistore.allocators",
     "infinistore.allocators.contract",
+    "infinistore.eviction",
+    "infinistore.eviction.contract",
     "infinistore.transports",
     "infinistore.mover_contract",
     "infinistore.scheduling",

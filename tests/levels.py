@@ -29,7 +29,7 @@ import pytest
 
 __all__ = ["FOLDERS", "Levels"]
 
-_UNIT: Final = "access allocators cluster core disk fuzz mutants protocol scheduling"
+_UNIT: Final = "access allocators cluster core disk eviction fuzz mutants protocol scheduling"
 _WORLD: Final = (
     "bad_days churn cli clients cluster_client cluster_io disk_io doctor dropin integrations monitor server"
     " shards simulation tensors transports"

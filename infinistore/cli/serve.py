@@ -88,8 +88,10 @@ def _with_source(problem: BaseException, settings: Mapping[str, object], file: s
 
 def _run(config: "ServerConfig", *, as_json: bool) -> None:
     from infinistore.allocators import prepare_process
+    from infinistore.eviction import eviction_class
 
     prepare_process(config.allocator)  # first: it may re-execute this process
+    eviction_class(config.eviction)  # an error of it is known before anything is open
     if config.numa_node is not None:
         from infinistore.host import bind_process
 

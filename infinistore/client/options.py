@@ -369,6 +369,9 @@ class Options:
         default_text="65536 (64 KiB)",
     )
     allocator: str = declare(_text("NAME"), "bitmap", "The name of the allocator", group=EMBEDDED)
+    eviction: str = declare(
+        _text("NAME"), "lru", "The strategy that decides which blocks leave a full pool first", group=EMBEDDED
+    )
     huge_pages: bool = declare(
         _switch(), "false", "Use huge pages, which the machine must have reserved", group=EMBEDDED, default_text="False"
     )

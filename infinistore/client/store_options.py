@@ -88,6 +88,8 @@ class StoreOptions(TypedDict, total=False):
         minimal_allocate_bytes: The unit of allocation, in bytes: a block takes a
             multiple of it. Embedded only. Default: 65536 (64 KiB).
         allocator: The name of the allocator. Embedded only. Default: bitmap.
+        eviction: The strategy that decides which blocks leave a full pool first.
+            Embedded only. Default: lru.
         huge_pages: Use huge pages, which the machine must have reserved. Embedded only.
             Default: False.
         numa_node: The NUMA node that the pool is on, as far as it has memory; -1 for
@@ -130,6 +132,7 @@ class StoreOptions(TypedDict, total=False):
     pool_bytes: int
     minimal_allocate_bytes: int
     allocator: str
+    eviction: str
     huge_pages: bool
     numa_node: int
     disk: str | Sequence[str]

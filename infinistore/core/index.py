@@ -1,7 +1,8 @@
-"""Which keys are there, where their blocks are, and which were used most recently.
+"""Which keys are there, where their blocks are, and which are evicted first.
 
 An `Entry` is what is kept of a block. One `collections.OrderedDict` is both index and
-recency order: its first key is the coldest, its last the warmest. Its list of nodes
+order of eviction: its first key is the coldest, its last the warmest. A strategy moves
+keys in it (`infinistore.eviction`), by default by recency. Its list of nodes
 keeps "take the coldest" O(1) for ever; a plain dict walked from the front slows down
 after many deletions, because it steps over every hole. The cost: once in several
 hundred thousand insertions the hash table is rebuilt, and one call waits for it, about
@@ -10,7 +11,7 @@ hundred thousand insertions the hash table is rebuilt, and one call waits for it
 There is no method per block here: a batch is one call, whose loop runs in C.
 
 A random sample of the keys is kept up to date as keys are inserted. A million are too
-many to walk while a server waits, and the ends of the recency order are the coldest and
+many to walk while a server waits, and the ends of the order are the coldest and
 warmest keys and not representative. So one insertion in every few is noted, chosen at
 random. A note counts as long as its key still has the same entry. So every existing key
 was noted with the same probability, however often it was put. The cost is one
@@ -23,12 +24,15 @@ its tail. Leaves to others: pins, space and limits (the store).
 import heapq
 from collections import OrderedDict, deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, ValuesView
-from itertools import repeat, takewhile
+from itertools import islice, repeat, takewhile
 from operator import itemgetter
 from random import Random
 from typing import Any, TypeAlias
 
 from infinistore.allocators.base import Extent
+from infinistore.eviction.base import Eviction
+from infinistore.eviction.lru import LeastRecentlyUsed
+from infinistore.eviction.reuse import Reuse
 
 # An exact tuple, because both kinds of named fields cost too much. The garbage
 # collector stops tracking exact tuples of integers, and only these: with a million
@@ -100,11 +104,15 @@ class KeySample:
 
 
 class Index:
-    """Keys to entries, in recency order. All keys are str; nothing here checks that."""
+    """Keys to entries, in the order of eviction. All keys are str; nothing here checks
+    that. `eviction` is the class of the strategy that keeps the order."""
 
-    def __init__(self) -> None:
+    def __init__(self, eviction: type[Eviction] = LeastRecentlyUsed) -> None:
         self._entries: OrderedDict[str, Entry] = OrderedDict()
         self._sample = KeySample(self._entries)
+        self.reuse = Reuse(self._entries, self.sample)
+        """How soon keys are used again, if the strategy follows that."""
+        self._eviction = eviction(self._entries, self.reuse)
 
     def __len__(self) -> int:
         return len(self._entries)
@@ -138,26 +146,41 @@ class Index:
         return list(takewhile(self._entries.__contains__, keys))
 
     def touch(self, keys: Sequence[str]) -> None:
-        """Make keys the most recent ones, the first key the most recent of all.
-
-        KeyError if one is missing.
-        """
-        _run(map(self._entries.move_to_end, reversed(keys)))
+        """Note that keys were used, the first key last of all. KeyError if one is
+        missing."""
+        reuse = self.reuse
+        if reuse.watched and not reuse.watched.keys().isdisjoint(keys):
+            reuse.used(keys)
+        self._eviction.touch(keys)
 
     def touch_one(self, key: str) -> None:
-        """Make a key the most recent one. KeyError if it is missing."""
-        self._entries.move_to_end(key)
+        """Note that a key was used. KeyError if it is missing."""
+        if key in self.reuse.watched:
+            self.reuse.used((key,))
+        self._eviction.touch_one(key)
+
+    def coldest(self, count: int) -> list[str]:
+        """Return up to so many keys for eviction, the coldest first."""
+        if self._eviction.follows_reuse:
+            self.reuse.evicting(next(map(length_of, self._entries.values()), 1))
+        return list(islice(self._entries, count))
+
+    def pass_over(self, keys: Sequence[str]) -> None:
+        """Move keys that `coldest` returned to the warm end. This is no use."""
+        self._eviction.pass_over(keys)
 
     def disjoint(self, keys: Iterable[str]) -> bool:
         """Return whether none of the keys is there."""
         return self._entries.keys().isdisjoint(keys)
 
     def insert(self, keys: Sequence[str], entries: Sequence[Entry]) -> None:
-        """Add missing keys as the most recent, the first key the most recent of all.
+        """Add missing keys, the first key last of all.
 
         Keys that exist get the new entries and keep their place in the order.
         """
-        _run(map(self._entries.__setitem__, reversed(keys), reversed(entries)))
+        if self.reuse.pool_keys:
+            self.reuse.put(keys)
+        self._eviction.insert(keys, entries)
         sample = self._sample
         sample.left -= len(keys)
         if sample.left < 0:
@@ -176,13 +199,8 @@ class Index:
     def remove(self, keys: Iterable[str]) -> int:
         """Take keys out, as many of them as are there; return how many."""
         before = len(self._entries)
-        _run(map(self._entries.pop, keys, repeat(None)))
+        deque(map(self._entries.pop, keys, repeat(None)), 0)  # a loop in C
         return before - len(self._entries)
-
-
-def _run(iterator: Iterable[Any]) -> None:
-    """Exhaust an iterator at C speed."""
-    deque(iterator, maxlen=0)
 
 
 def first_keys(keys: Iterable[str], prefix: str, limit: int, after: str) -> list[str]:

@@ -210,6 +210,7 @@ class Removals:
 
     def _delete(self, index: Index, keys: Sequence[str], change: Change) -> int:
         entries = list(filter(None, index.get_many(keys)))
+        index.reuse.forget(keys)
         deleted = self.remove(index, keys, entries)
         self.deleted += deleted
         if self._journal is not None:
@@ -223,6 +224,7 @@ class Removals:
             return
         entries = list(filter(None, index.get_many(keys)))
         try:
+            index.reuse.forget(keys)
             self.expired += self.remove(index, keys, entries)
         except BaseException:
             self._retention.put_back(keys)

@@ -1,9 +1,9 @@
 """Space for new blocks: what is evicted for them, and how much at once; and whether a
 larger pool would help.
 
-The least recently used blocks go first. A pinned block at the cold end moves to the
-warm end: it is in use, so it is recent. So each step costs O(1), however many blocks
-are pinned. The bounds below count steps.
+The coldest blocks go first; a strategy keeps them in order (`infinistore.eviction`). A
+pinned block at the cold end moves to the warm end. So each step costs O(1), however
+many blocks are pinned. The bounds below count steps.
 
 Eviction starts when a batch would fill the pool above the high watermark. It takes at
 once what the batch needs, and goes on to the low watermark a little with each batch, so
@@ -259,9 +259,9 @@ class Space:
         """
         pinned = self._pins.counts
         entries = self._walk(index, wanted_bytes, steps)
-        keys = list(islice(index, len(entries)))
+        keys = index.coldest(len(entries))
         if pinned and not pinned.keys().isdisjoint(entries):
-            index.touch([key for key, entry in zip(keys, entries, strict=True) if entry in pinned][::-1])
+            index.pass_over([key for key, entry in zip(keys, entries, strict=True) if entry in pinned][::-1])
             keys = [key for key, entry in zip(keys, entries, strict=True) if entry not in pinned]
             entries = [entry for entry in entries if entry not in pinned]
         return keys, entries

@@ -13,8 +13,9 @@ What it promises:
   last pin.
 - A batch touches its keys from last to first, so the head of a prefix outlives its
   tail. commit, lease and the matches touch; `exists` does not.
-- Eviction is least recently used first. One `reserve` never evicts more than its batch
-  needs plus a fixed number.
+- A strategy decides what is evicted first (`infinistore.eviction`): by default the
+  least recently used. One `reserve` never evicts more than its batch needs plus a fixed
+  number.
 - Everything is bounded by `CoreLimits`.
 
 What it leaves to others: to call from one thread at a time; to check keys where they
@@ -49,6 +50,8 @@ from infinistore.core.removals import RemovalLog, Removals, Unverified
 from infinistore.core.retention import Retention
 from infinistore.core.space import EvictionCause, Growth, Space
 from infinistore.errors import UnknownReservation
+from infinistore.eviction.base import Eviction
+from infinistore.eviction.lru import LeastRecentlyUsed
 from infinistore.statistics import EvictionStatistics, StoreStatistics
 
 Written: TypeAlias = Callable[[], Sequence[int] | None]
@@ -68,7 +71,7 @@ class CommittedIndex:
     change recency, and do not tell what exists.
 
     `commit` commits a prepared reservation, with its keys and checksums; `expire`
-    removes the keys whose time is over.
+    removes the keys whose time is over; `eviction` is the class of the strategy.
     """
 
     def __init__(
@@ -76,8 +79,9 @@ class CommittedIndex:
         commit: Callable[[Index, Reservation, Sequence[str], Sequence[int]], object],
         retention: Retention,
         expire: Callable[[Index], object],
+        eviction: type[Eviction] = LeastRecentlyUsed,
     ) -> None:
-        self.__index = Index()
+        self.__index = Index(eviction)
         self._prepared: dict[Reservation, tuple[Sequence[str], Written]] = {}
         self._prepared_keys: set[str] = set()
         self._commit = commit
@@ -145,6 +149,7 @@ class StoreCore:
     `clock` returns seconds on a monotonic clock. `random` creates the ids of holds; the
     default is the operating system's generator. `growth` states how much the pool may
     grow; the default is not at all. `journal` is told what is committed and removed.
+    `eviction` is the class of the strategy that decides what is evicted first.
 
     The parts are for this folder only.
     """
@@ -159,6 +164,7 @@ class StoreCore:
         random: random_module.Random | None = None,
         growth: Growth | None = None,
         journal: Journal | None = None,
+        eviction: type[Eviction] = LeastRecentlyUsed,
     ) -> None:
         random = random or random_module.SystemRandom()
         self.pool = pool
@@ -182,7 +188,7 @@ class StoreCore:
         self.holds = Holds(pool, self.pins, self.retired, self.limits, clock=clock, random=random)
         self.hazard_pins = HazardPins(self.pins, self.retired)
         self.retired.scan_hazards, self.retired.unread_hazards = self.hazard_pins.scan, self.hazard_pins.unread
-        self.committed = CommittedIndex(self._commit_written, self.retention, self.removals.expire)
+        self.committed = CommittedIndex(self._commit_written, self.retention, self.removals.expire, eviction)
         self.retention.look = self.committed.up_to_date
         self.unverified: Unverified | None = None
         """Blocks of an earlier process that nobody has hashed since; None if there are

@@ -30,6 +30,8 @@ from infinistore.core.sharing import Sharing, TenantPool, TenantSpace
 from infinistore.core.space import EvictionCause
 from infinistore.core.store import StoreCore
 from infinistore.errors import ConfigError, LimitExceeded
+from infinistore.eviction.base import Eviction
+from infinistore.eviction.lru import LeastRecentlyUsed
 from infinistore.sizes import in_units
 from infinistore.statistics import StoreStatistics
 from infinistore.tenant_limits import TenantLimits
@@ -70,6 +72,7 @@ class TenantStore(StoreCore):
         limits: CoreLimits,
         random: random_module.Random | None = None,
         journal: Journal | None = None,
+        eviction: type[Eviction] = LeastRecentlyUsed,
     ) -> None:
         self.sharing = sharing
         self.tenant_limits = tenant_limits
@@ -80,6 +83,7 @@ class TenantStore(StoreCore):
             watermarks=sharing.watermarks,
             random=random,
             journal=journal,
+            eviction=eviction,
         )
         self.space.index = self.committed.up_to_date
         self.space.expire_holds = self.expire_holds
@@ -173,6 +177,7 @@ class Tenants:
         watermarks: Watermarks | None = None,
         random: random_module.Random | None = None,
         make_store: Callable[..., TenantStore] = TenantStore,
+        eviction: type[Eviction] = LeastRecentlyUsed,
     ) -> None:
         self.pool = pool
         self.sharing = Sharing(pool, watermarks or Watermarks())
@@ -185,6 +190,7 @@ class Tenants:
         self._core_limits = limits or CoreLimits()
         self._random = random or random_module.SystemRandom()
         self._new_store = make_store
+        self._eviction = eviction
 
     def __len__(self) -> int:
         """Return the number of tenants."""
@@ -370,6 +376,7 @@ class Tenants:
             limits=self._core_limits,
             random=self._random,
             journal=journal,
+            eviction=self._eviction,
         )
         self._watch(store)
         return store

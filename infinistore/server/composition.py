@@ -31,6 +31,7 @@ from infinistore.core.store import StoreCore
 from infinistore.disk.tiers import Tiers
 from infinistore.disk_settings import DESCRIPTORS_OF_A_DISK
 from infinistore.errors import ConfigError, OutOfMemory
+from infinistore.eviction import eviction_class
 from infinistore.host import free_huge_pages
 from infinistore.kept_errors import KeptError
 from infinistore.protocol.messages import HelloReply, Keys, Shard
@@ -358,6 +359,7 @@ def make_core(config: ServerConfig, pool: Pool, environment: Environment) -> Sto
         limits=_core_limits(config),
         random=environment.random,
         journal=journal,
+        eviction=eviction_class(config.eviction),
     )
 
 

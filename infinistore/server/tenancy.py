@@ -36,6 +36,7 @@ from infinistore.core.tenants import Tenants, TenantStore, why_not_reserved
 from infinistore.disk.tiers import Tiers
 from infinistore.disk_settings import SMALLEST_DISK_BYTES
 from infinistore.errors import ConfigError
+from infinistore.eviction import eviction_class
 from infinistore.host import free_huge_pages
 from infinistore.protocol.messages import Tree
 from infinistore.server.budgets import Departures, Rates
@@ -613,6 +614,7 @@ async def open_groups(
             limits=limits,
             random=environment.random,
             make_store=environment.make_tenant_store,
+            eviction=eviction_class(config.eviction),
         )
         try:
             tenants.apply(members)

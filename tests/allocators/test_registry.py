@@ -5,6 +5,7 @@ from pathlib import Path
 
 import pytest
 
+from infinistore import named_classes
 from infinistore.allocators import Allocator, allocator_class, allocator_names, create_allocator, registry
 from infinistore.allocators.bitmap import BitmapAllocator
 from infinistore.errors import ConfigError
@@ -59,7 +60,7 @@ def test_one_that_cannot_be_used_says_why(other_package: Path, name: str, reason
 
 
 def test_the_built_in_ones_need_no_package_metadata(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(registry, "entry_points", lambda group: EntryPoints(()))
+    monkeypatch.setattr(named_classes, "entry_points", lambda group: EntryPoints(()))
     assert allocator_names() == BUILT_IN
     for name in BUILT_IN:
         assert issubclass(allocator_class(name), Allocator)

@@ -53,6 +53,7 @@ VALUES: dict[str, list[Any]] = {
     "auto_increase": [True, False, "yes"],
     "max_pool_size": [4096, "3TiB"],
     "allocator": ["bitmap", "slab"],
+    "eviction": ["adaptive", "lru"],
     "huge_pages": [True, "0"],
     "numa_node": [0, "3"],
     "disk": ["/mnt/a:1TiB", "/mnt/a:64MiB,/mnt/b:0.5", "~/cache:2G"],

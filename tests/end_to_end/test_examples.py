@@ -100,6 +100,12 @@ def test_an_allocator_of_ones_own_keeps_the_contract() -> None:
     assert run_example("first_fit_allocator.py", cold=True) == "first-fit keeps the contract\n"
 
 
+@pytest.mark.nightly
+def test_an_eviction_strategy_of_ones_own_keeps_the_contract() -> None:
+    """As tests/eviction does, of the same class."""
+    assert run_example("cold_first_eviction.py", cold=True) == "cold-first keeps the contract\n"
+
+
 def test_a_mover_of_another_package() -> None:
     """The tests of the clients use it; here it is only seen to load."""
     assert run_example("loopback_mover.py") == ""

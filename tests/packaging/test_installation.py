@@ -197,13 +197,16 @@ def test_beside_the_original_everything_refuses_and_says_what_helps(
         assert "pip uninstall -y infinistore infinistore-trio" in line
 
 
-def test_every_registered_strategy_can_be_loaded(installation: Installation) -> None:
+@pytest.mark.parametrize(
+    ("group", "names"), [("allocators", ["bitmap", "jemalloc", "slab"]), ("eviction", ["adaptive", "lru"])]
+)
+def test_every_registered_strategy_can_be_loaded(installation: Installation, group: str, names: list[str]) -> None:
     printed = installation.execute(
         "from importlib.metadata import entry_points\n"
-        "for point in entry_points(group='infinistore.allocators'):\n"
+        f"for point in entry_points(group='infinistore.{group}'):\n"
         "    print(point.name, point.load().name)\n"
     )
-    assert sorted(printed.splitlines()) == ["bitmap bitmap", "jemalloc jemalloc", "slab slab"]
+    assert sorted(printed.splitlines()) == [f"{name} {name}" for name in names]
 
 
 def test_the_command_starts_as_a_script_and_as_a_module(installation: Installation) -> None:

@@ -22,6 +22,7 @@ GROUND: dict[str, set[str]] = {
     "host": {"errors"},
     "kept_errors": set(),
     "keys": set(),
+    "named_classes": {"errors"},
     "namesake": set(),
     "secret_files": {"errors"},
     "service_manager": {"errors"},
@@ -41,11 +42,12 @@ PUBLIC = {"aio", "blocking", "client", "server"}
 of these, nothing deeper.
 """
 
-ENGINE = {"allocators", "core", "protocol", "transports"}
+ENGINE = {"allocators", "core", "eviction", "protocol", "transports"}
 
 MAY_IMPORT: dict[str, set[str]] = {
     **GROUND,
-    "allocators": {"errors", "sizes", "statistics"},
+    "allocators": {"errors", "named_classes", "sizes", "statistics"},
+    "eviction": {"errors", "named_classes", "allocators"},
     "core": {
         "errors",
         "keys",
@@ -54,6 +56,7 @@ MAY_IMPORT: dict[str, set[str]] = {
         "host",
         "tenant_limits",
         "allocators",
+        "eviction",
     },
     # Jobs and decisions; what runs them lies above. numpy is all it needs besides.
     "disk": {"errors", "keys", "sizes", "statistics", "allocators", "core"},
@@ -88,7 +91,18 @@ MAY_IMPORT: dict[str, set[str]] = {
     "cli": {
         *GROUND,
         *PUBLIC,
-        *("infinistore", "demo", "monitor", "doctor", "allocators", "disk", "disk_io", "cluster", "cluster_io"),
+        *(
+            "infinistore",
+            "demo",
+            "monitor",
+            "doctor",
+            "allocators",
+            "eviction",
+            "disk",
+            "disk_io",
+            "cluster",
+            "cluster_io",
+        ),
         "access",
     },
     # What it says of a machine is what the store itself would find there.
@@ -282,7 +296,7 @@ def test_an_import_against_the_rules_is_found() -> None:
 
 def test_only_suites_for_other_packages_need_what_tests_need() -> None:
     """Such a suite is imported by whoever runs it, and by another one at most."""
-    suites = {"infinistore.allocators.contract", "infinistore.mover_contract"}
+    suites = {"infinistore.allocators.contract", "infinistore.eviction.contract", "infinistore.mover_contract"}
     needing = {
         name
         for name, file in product_files().items()

@@ -158,8 +158,8 @@ PLANTED = [
     Planted(
         "a batch that is whole only without its last block",
         "infinistore.core.index",
-        "        _run(map(self._entries.__setitem__, reversed(keys), reversed(entries)))\n",
-        "        _run(map(self._entries.__setitem__, reversed(keys[:9]), reversed(entries[:9])))\n",
+        "        self._eviction.insert(keys, entries)\n",
+        "        self._eviction.insert(keys[:9], entries[:9])\n",
     ),
     Planted(
         "durable before the disk has flushed",

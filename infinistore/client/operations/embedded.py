@@ -48,6 +48,7 @@ from infinistore.disk.settings import TierSettings
 from infinistore.disk.tiers import Steps, Tiers
 from infinistore.disk.waits import Wait
 from infinistore.errors import BufferTooSmall, ChecksumMismatch, StoreUnavailable
+from infinistore.eviction import eviction_class
 from infinistore.host import FORKED, let_go_in_child, start_thread
 from infinistore.protocol.effects import Pause
 from infinistore.protocol.messages import Exists, Keys, ListKeys, ReleaseHold, Reply, Statistics
@@ -208,13 +209,14 @@ class EmbeddedStore:
     """
 
     def __init__(self, options: Options, clock: Callable[[], float] = time.monotonic) -> None:
+        eviction = eviction_class(options.eviction)
         self.pool = Pool(create_allocator(options.allocator, options.minimal_allocate_bytes))
         node = options.numa_node if options.numa_node >= 0 else None
         arena = create_arena(0, options.pool_bytes, huge_pages=options.huge_pages, prefault_threads=1, numa_node=node)
         self.pool.add_arena(arena)
         journal = Journal(reads=options.disk_admission == "second-use") if options.disk else None
         limits = CoreLimits(max_batch_keys=_MAX_BATCH_KEYS, max_page_keys=2**64 - 1)
-        self.core = StoreCore(self.pool, clock=clock, limits=limits, journal=journal)
+        self.core = StoreCore(self.pool, clock=clock, limits=limits, journal=journal, eviction=eviction)
         self.returns = _CoreReturns(self.core)
         self.lock = self.returns.lock
         """Around every call into the core; taken by `with` alone."""
