@@ -49,6 +49,7 @@ class Adaptive(Eviction):
         """Whether new keys pass through a window."""
         self._window: dict[str, float] = {}  # key: position at its put
         self._puts: deque[list[str]] = deque()  # the keys of each put, warmest first
+        self._in_puts = 0  # keys in all of them, with those that have left the window
         self._seen = False  # in the last trial, that it would be better if they did
         reuse.on_turn = self._choose
 
@@ -65,7 +66,11 @@ class Adaptive(Eviction):
         if new:
             self._window.update(dict.fromkeys(new, self.reuse.position))
             self._puts.append(new)
+            self._in_puts += len(new)
+        if self._in_puts > 2 * len(self._window) + len(new):
+            self._forget_left()
         while self._puts and len(self._window) - len(self._puts[0]) >= _WINDOW * self.reuse.pool_keys:
+            self._in_puts -= len(self._puts[0])
             self._let_pass(self._puts.popleft())
 
     def touch(self, keys: Sequence[str]) -> None:
@@ -85,6 +90,18 @@ class Adaptive(Eviction):
             self.touch((key,))
         else:
             self.order.move_to_end(key)
+
+    def _forget_left(self) -> None:
+        """Forget the keys of puts that have left the window, or were put again."""
+        left = dict.fromkeys(self._window)
+        puts, self._puts = self._puts, deque()
+        for put in reversed(puts):
+            kept = [key for key in put if key in left]
+            for key in kept:
+                del left[key]
+            if kept:
+                self._puts.appendleft(kept)
+        self._in_puts = len(self._window)
 
     def _let_pass(self, keys: list[str]) -> None:
         """Move those keys of a put to the cold end that are in the window still."""
@@ -116,3 +133,4 @@ class Adaptive(Eviction):
         self._seen = False
         self._window.clear()
         self._puts.clear()
+        self._in_puts = 0

@@ -1,6 +1,7 @@
 """When the adaptive strategy lets new keys pass through, and what that is worth."""
 
 import random
+import weakref
 
 import pytest
 
@@ -109,3 +110,34 @@ def test_a_key_that_was_deleted_in_the_window_is_no_trouble(passing: SmallPool) 
     for number in range(20):
         passing.ask(prompt(f"other {number}"))
     assert len(index) == 64 * 16
+
+
+class Key(str):
+    """One that can be watched until nobody has it."""
+
+
+def test_keys_that_have_left_the_pool_are_not_kept(passing: SmallPool) -> None:
+    """All are used a second time, so that they leave the window before it is full. The
+    samples have 12 pools of this size."""
+    there: weakref.WeakSet[Key] = weakref.WeakSet()
+    asked: list[list[str]] = []
+    for number in range(2000):
+        made = [Key(name) for name in prompt(f"new {number}")]
+        there.update(made)
+        passing.ask(made)
+        asked.append(list(made))
+        del made
+        if len(asked) > 6:
+            passing.ask(asked.pop(0))
+    assert len(there) < 16 * passing.blocks < 2000 * 16
+
+
+def test_a_key_that_is_deleted_and_put_again_and_again_is_kept_once(passing: SmallPool) -> None:
+    there: weakref.WeakSet[Key] = weakref.WeakSet()
+    for _ in range(2000):
+        passing.index.remove(["again"])
+        key = Key("again")
+        there.add(key)
+        passing.ask([key])
+        del key
+    assert len(there) < 100
