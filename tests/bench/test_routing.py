@@ -67,28 +67,32 @@ def test_advice_does_no_harm_and_helps_where_the_link_is_slow(made_up: list[Trac
 
 @pytest.mark.nightly
 @pytest.mark.parametrize("load", [0.46, 0.82, 1.12])
-@for_each(seed=(2, 3), link_gbit=(5, 10, 25, 100, 400), noise=(0.0, 0.3))
+@pytest.mark.parametrize("link_gbit", [5, 10, 25, 100, 400])
+@for_each(seed=(2, 3), noise=(0.0, 0.3))
 def test_soonest_is_the_best_policy_on_any_link(load: float, seed: int, link_gbit: float, noise: float) -> None:
     check_policies(generate(6000, seed), load=load, fleet=Fleet(link_gbit=link_gbit, noise=noise))
 
 
 @pytest.mark.nightly
 @pytest.mark.parametrize("load", [0.46, 0.82, 1.12])
-@for_each(seed=(2, 3), link_gbit=(1, 5, 10, 25, 100, 400), policy=("least-requests", "soonest", "round-robin"))
+@pytest.mark.parametrize("link_gbit", [1, 5, 10, 25, 100, 400])
+@for_each(seed=(2, 3), policy=("least-requests", "soonest", "round-robin"))
 def test_advice_does_no_harm_on_any_link(load: float, seed: int, link_gbit: float, policy: str) -> None:
     check_advice(generate(6000, seed), policy, load=load, link_gbit=link_gbit)
 
 
 @pytest.mark.nightly
 @pytest.mark.skipif(not os.environ.get("TRACES"), reason="TRACES names no folder with traces")
-def test_published_traces_say_the_same() -> None:
-    for file in sorted(Path(os.environ["TRACES"]).glob("*.jsonl")):
+@pytest.mark.parametrize("link_gbit", [5, 10, 25, 100])
+def test_published_traces_say_the_same(link_gbit: float) -> None:
+    files = sorted(Path(os.environ["TRACES"]).glob("*.jsonl"))
+    assert files
+    for file in files:
         with file.open() as lines:
             trace = read_trace(lines)[:4000]
-        for link_gbit in (5, 10, 25, 100):
-            check_policies(trace, load=1.12, fleet=Fleet(link_gbit=link_gbit))
-            for policy in ("least-requests", "soonest"):
-                check_advice(trace, policy, load=1.12, link_gbit=link_gbit)
+        check_policies(trace, load=1.12, fleet=Fleet(link_gbit=link_gbit))
+        for policy in ("least-requests", "soonest"):
+            check_advice(trace, policy, load=1.12, link_gbit=link_gbit)
 
 
 @pytest.mark.parametrize("seed", [1, 2, 3])
