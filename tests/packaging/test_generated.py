@@ -27,7 +27,7 @@ def copy(tmp_path: Path) -> Path:
     """The files that are generated, and those they are generated from, to be
     changed.
     """
-    for folder in ("infinistore", "docs"):
+    for folder in ("bench", "docs", "infinistore", "tests/gpu"):
         shutil.copytree(PROJECT / folder, tmp_path / folder, ignore=shutil.ignore_patterns("__pycache__"))
     return tmp_path
 
