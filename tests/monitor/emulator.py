@@ -7,6 +7,9 @@ import re
 from typing import Final
 
 _SEQUENCE: Final = re.compile(r"\x1b\[(\??[\d;]*)([A-Za-z])")
+_CUT_OFF: Final = re.compile(r"\x1b(\[\??[\d;]*)?(?=\x1b)")
+"""At Ctrl-Z the system throws away what is on its way to a terminal, wherever that ends.
+A terminal forgets a sequence when another one begins."""
 
 
 class Emulator:
@@ -18,7 +21,7 @@ class Emulator:
         self.cursor_visible = True
         self.printed = ""
         """What was written while the usual screen was shown."""
-        self._decoder = codecs.getincrementaldecoder("utf-8")()
+        self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
         self._pending = ""
 
     def resize(self, width: int, height: int) -> None:
@@ -46,6 +49,8 @@ class Emulator:
                 text = text[1:]
             elif match := _SEQUENCE.match(text):
                 self._obey(match[1], match[2])
+                text = text[match.end() :]
+            elif match := _CUT_OFF.match(text):
                 text = text[match.end() :]
             elif len(text) < 20:
                 self._pending, text = text, ""
