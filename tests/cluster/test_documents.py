@@ -75,11 +75,15 @@ COUNTS = st.integers(0, 9) | st.sampled_from([2**63 - 1, 2**63])
     )
 )
 def test_a_node_is_read_as_it_was_written(node: Node) -> None:
-    assert read_node(write_node(node), id=node.id, generation=node.generation) == node
+    written = write_node(node)
+    read = read_node(written, id=node.id, generation=node.generation)
+    assert (read, read.founding) == (node, node.founding)
+    assert {"id", "generation"}.isdisjoint(json.loads(written))
 
 
 @given(st.integers(1, 8))
 def test_a_configuration_is_read_as_it_was_written(copies: int) -> None:
+    assert json.loads(write_config(ClusterConfig(copies))) == {"placement": 1, "copies": copies}
     assert read_config(write_config(ClusterConfig(copies))) == ClusterConfig(copies)
     assert read_config("{}") == ClusterConfig(1)
 
