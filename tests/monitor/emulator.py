@@ -8,8 +8,8 @@ from typing import Final
 
 _SEQUENCE: Final = re.compile(r"\x1b\[(\??[\d;]*)([A-Za-z])")
 _CUT_OFF: Final = re.compile(r"\x1b(\[\??[\d;]*)?(?=\x1b)")
-"""At Ctrl-Z the system throws away what is on its way to a terminal, wherever that ends.
-A terminal forgets a sequence when another one begins."""
+"""At Ctrl-Z the system throws away what is on its way to a terminal, also a part of a
+sequence. A terminal forgets that when another sequence begins."""
 
 
 class Emulator:
