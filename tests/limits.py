@@ -7,9 +7,10 @@ fixtures may take for ever. Here the clock runs until the whole test is over. `G
 after its error the process ends, with the stack of each thread. pytest-xdist then names
 the test, and starts another process for the rest.
 
-A test that works on a machine that is busy with other things is not stuck, however long
-it takes. So what counts is processor time; and a test that used none of it, while the
-clock ran once, waits for something that does not come.
+A test that works on a machine that is busy with other things is not stuck. So what
+counts is processor time; and a test that used none of it, while the clock ran once,
+waits for something that does not come. At the latest, it fails when the clock has run
+ten times.
 """
 
 import faulthandler
@@ -28,6 +29,7 @@ GRACE_S: Final = 60.0
 """What a test has, after the error, to clean up; and a process, to end."""
 _AT_WORK: Final = 0.02
 """The share of a processor below which a process only waits."""
+_MOST_ROUNDS: Final = 10
 
 
 class Limits:
@@ -43,11 +45,13 @@ class Limits:
         limit_s: float = settings.timeout
         is_over = False
         seen = began = time.process_time()
+        rounds = 0
 
         def ring(number: int, frame: FrameType | None) -> None:
-            nonlocal is_over, seen
-            before, seen = seen, time.process_time()
-            if not is_over and seen - began < limit_s and seen - before > _AT_WORK * limit_s:
+            nonlocal is_over, seen, rounds
+            before, seen, rounds = seen, time.process_time(), rounds + 1
+            at_work = seen - before > _AT_WORK * limit_s
+            if not is_over and at_work and rounds < _MOST_ROUNDS and seen - began < limit_s:
                 signal.setitimer(signal.ITIMER_REAL, limit_s, self._grace_s)
                 return
             faulthandler.dump_traceback(self._stderr)

@@ -49,6 +49,15 @@ def test_is_at_work_until_it_has_had_its_share(monkeypatch):
     with pytest.raises(pytest.fail.Exception):
         ring()
 
+def test_is_at_work_for_ever(monkeypatch):
+    began = time.process_time()
+    for used_s in range(100, 1000, 100):
+        monkeypatch.setattr(time, "process_time", lambda: began + used_s)
+        ring()
+    monkeypatch.setattr(time, "process_time", lambda: began + 1000)
+    with pytest.raises(pytest.fail.Exception):
+        ring()
+
 def test_passes():
     pass
 """
@@ -86,7 +95,7 @@ def test_what_is_stuck_is_named_and_the_rest_run(tmp_path: Path) -> None:
     assert "crashed while running 'test_these.py::test_answers_for_every_error'" in shown
     for failed in ("FAILED .*test_stuck", "(FAILED|ERROR) .*test_fails_before_its_fixture_is_stuck"):
         assert re.search(failed, shown)
-    assert "3 failed, 2 passed, 1 error" in shown
+    assert "3 failed, 3 passed, 1 error" in shown
 
 
 def test_a_process_that_does_not_end_is_ended(tmp_path: Path) -> None:

@@ -140,11 +140,13 @@ class BlockingOpening:
 
     def __init__(self, connect: Callable[[], Any]) -> None:
         self._connect = connect
+        self._entered = False
         self._store: BlockingStore | None = None
 
     def __enter__(self) -> "BlockingStore":
-        if self._store is not None:
+        if self._entered:
             raise RuntimeError("this store was opened already; call `open_store` again for another one")
+        self._entered = True
         store: BlockingStore = self._connect()
         self._store = store
         return store

@@ -139,11 +139,13 @@ class AsyncOpening:
 
     def __init__(self, connect: Callable[[], Any]) -> None:
         self._connect = connect
+        self._entered = False
         self._store: AsyncStore | None = None
 
     async def __aenter__(self) -> "AsyncStore":
-        if self._store is not None:
+        if self._entered:
             raise RuntimeError("this store was opened already; call `open_store` again for another one")
+        self._entered = True
         store: AsyncStore = await self._connect()
         self._store = store
         return store
