@@ -30,8 +30,7 @@ from random import Random
 from typing import Any, TypeAlias
 
 from infinistore.allocators.base import Extent
-from infinistore.eviction.base import Eviction
-from infinistore.eviction.lru import LeastRecentlyUsed
+from infinistore.eviction.base import Eviction, LeastRecentlyUsed
 from infinistore.eviction.reuse import Reuse
 
 # An exact tuple, because both kinds of named fields cost too much. The garbage

@@ -50,8 +50,7 @@ from infinistore.core.removals import RemovalLog, Removals, Unverified
 from infinistore.core.retention import Retention
 from infinistore.core.space import EvictionCause, Growth, Space
 from infinistore.errors import UnknownReservation
-from infinistore.eviction.base import Eviction
-from infinistore.eviction.lru import LeastRecentlyUsed
+from infinistore.eviction.base import Eviction, LeastRecentlyUsed
 from infinistore.statistics import EvictionStatistics, StoreStatistics
 
 Written: TypeAlias = Callable[[], Sequence[int] | None]

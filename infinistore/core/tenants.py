@@ -30,8 +30,7 @@ from infinistore.core.sharing import Sharing, TenantPool, TenantSpace
 from infinistore.core.space import EvictionCause
 from infinistore.core.store import StoreCore
 from infinistore.errors import ConfigError, LimitExceeded
-from infinistore.eviction.base import Eviction
-from infinistore.eviction.lru import LeastRecentlyUsed
+from infinistore.eviction.base import Eviction, LeastRecentlyUsed
 from infinistore.sizes import in_units
 from infinistore.statistics import StoreStatistics
 from infinistore.tenant_limits import TenantLimits

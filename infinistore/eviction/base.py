@@ -12,7 +12,7 @@ from typing import Any, ClassVar
 
 from infinistore.eviction.reuse import Reuse
 
-__all__ = ["Eviction"]
+__all__ = ["Eviction", "LeastRecentlyUsed"]
 
 
 class Eviction:
@@ -67,3 +67,13 @@ class Eviction:
         """Move keys from the cold end to the warm one: they are pinned. This is no use
         of them."""
         deque(map(self.order.move_to_end, reversed(keys)), 0)
+
+
+class LeastRecentlyUsed(Eviction):
+    """Every use makes a key the warmest, and so does a put.
+
+    Nothing beats it where recent prompts come again. It keeps nothing of a set of
+    prompts that is a little larger than the pool and is asked for in turns.
+    """
+
+    name: ClassVar[str] = "lru"

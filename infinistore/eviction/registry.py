@@ -21,7 +21,7 @@ _STRATEGIES = NamedClasses(
     "infinistore.eviction.Eviction",
     {
         "adaptive": "infinistore.eviction.adaptive:Adaptive",
-        "lru": "infinistore.eviction.lru:LeastRecentlyUsed",
+        "lru": "infinistore.eviction.base:LeastRecentlyUsed",
     },
 )
 

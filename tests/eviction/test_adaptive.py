@@ -7,7 +7,7 @@ import pytest
 
 from infinistore.core.index import Index
 from infinistore.eviction.adaptive import Adaptive
-from infinistore.eviction.lru import LeastRecentlyUsed
+from infinistore.eviction.base import LeastRecentlyUsed
 from tests.eviction.pools import SmallPool, prompt, turns
 from tests.eviction.strategies import Passing
 

@@ -6,7 +6,7 @@ from collections import OrderedDict
 import pytest
 
 from infinistore.core import Pool, StoreCore, Watermarks, create_arena
-from infinistore.eviction.lru import LeastRecentlyUsed
+from infinistore.eviction.base import LeastRecentlyUsed
 from infinistore.eviction.reuse import PARTS, Reuse
 from tests.core.conftest import make_allocator
 from tests.core.test_store import put
