@@ -410,6 +410,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         trace = trace[: options.requests or None]
     else:
         trace = generate(options.requests or 4000, options.seed)
+    if not trace or trace[0].arrived_s == trace[-1].arrived_s:
+        parser.error("give at least two requests that come one after the other: they make the load")
     outcomes: dict[str, dict[str, Outcome]] = {name: {} for name in options.policies}
     for gbit in options.link_gbit:
         fleet = Fleet(

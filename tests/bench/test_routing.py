@@ -197,6 +197,12 @@ def test_a_trace_that_cannot_be_read_says_why(
     assert reason in capsys.readouterr().err
 
 
+def test_one_request_is_no_load(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        main(["--requests", "1"])
+    assert "at least two requests" in capsys.readouterr().err
+
+
 def test_an_unknown_policy_is_an_error() -> None:
     with pytest.raises(ConfigError, match="no policy called 'fastest'"):
         policy_of("fastest")
