@@ -160,10 +160,13 @@ def test_a_node_that_is_killed_while_it_drains_drains_on_when_it_is_back(
     with nodes_of(etcd, capsys, **slow) as nodes, blocking.open_store(nodes.url, **PATIENT) as store:
         store.put_many(dict.fromkeys(BLOCKS, bytes(10_000)))
         leaving = nodes.cluster.members[0]
-        code, _, errors = nodes.drain(leaving, "--timeout", "0.5")
-        assert code == 4
-        assert f"{leaving.address} has not drained within 0.5 s, and goes on: " in errors
-        assert nodes.states()[leaving.address] == "draining"
+
+        def goes_on() -> bool:  # a busy machine may lose the node's lease for a moment
+            code, _, errors = nodes.drain(leaving, "--timeout", "0.5")
+            return (code, f"{leaving.address} has not drained within 0.5 s, and goes on: " in errors) == (4, True)
+
+        until(goes_on)
+        until(lambda: nodes.states().get(leaving.address) == "draining")
         leaving.stop()  # and its lease runs on
         leaving.start()  # with nothing
         code, shown, _ = nodes.drain(leaving, "--json")
@@ -203,7 +206,8 @@ def test_a_drain_that_is_taken_back_stops(etcd: Etcd, capsys: pytest.CaptureFixt
         leaving = nodes.cluster.members[0]
         with blocking.open_store(nodes.url, **PATIENT) as store:
             store.put_many(dict.fromkeys(BLOCKS, bytes(10_000)))
-            assert nodes.drain(leaving, "--timeout", "0.2")[0] == 4
+            assert nodes.drain(leaving, "--timeout", "0")[0] == 0
+            until(lambda: nodes.states().get(leaving.address) == "draining")
             assert nodes.add(leaving)[0] == 0
             nodes.until_all_serve()
             assert read(store) == [bytes(10_000)] * len(BLOCKS)
@@ -237,7 +241,8 @@ def test_a_purge_while_a_node_drains_purges(etcd: Etcd, capsys: pytest.CaptureFi
         leaving, other = nodes.cluster.members
         with blocking.open_store(nodes.url, **PATIENT) as store:
             store.put_many(dict.fromkeys(BLOCKS, bytes(10_000)))
-            assert nodes.drain(leaving, "--timeout", "0.2")[0] == 4
+            assert nodes.drain(leaving, "--timeout", "0")[0] == 0
+            until(lambda: nodes.states().get(leaving.address) == "draining")
             assert nodes.command("purge", "--yes", nodes.url)[0] == 0
             assert nodes.drain(leaving)[0] == 0
             assert (leaving.keys(), other.keys()) == (set(), set())
@@ -294,7 +299,7 @@ def test_sigterm_ends_a_drain_at_once(etcd: Etcd, capsys: pytest.CaptureFixture[
         leaving = nodes.cluster.members[0]
         with blocking.open_store(nodes.url, **PATIENT) as store:
             store.put_many(dict.fromkeys(BLOCKS, bytes(10_000)))
-            assert nodes.drain(leaving, "--timeout", "0.2")[0] == 4
+            assert nodes.drain(leaving, "--timeout", "0")[0] == 0
         assert leaving.server is not None
         leaving.look(leaving.server.server.drain)  # what the signal does
         until(lambda: leaving.address not in nodes.states())
