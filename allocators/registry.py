@@ -17,11 +17,11 @@ from infinistore.named_classes import NamedClasses
 ENTRY_POINT_GROUP = "infinistore.allocators"
 
 _ALLOCATORS = NamedClasses(
-    "allocator",
-    ENTRY_POINT_GROUP,
-    Allocator,
-    "infinistore.allocators.Allocator",
-    {
+    kind="allocator",
+    group=ENTRY_POINT_GROUP,
+    base=Allocator,
+    public="infinistore.allocators.Allocator",
+    built_in={
         "bitmap": "infinistore.allocators.bitmap:BitmapAllocator",
         "slab": "infinistore.allocators.slab:SlabAllocator",
         "jemalloc": "infinistore.allocators.jemalloc:JemallocAllocator",

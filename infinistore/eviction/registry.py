@@ -15,11 +15,11 @@ from infinistore.named_classes import NamedClasses
 ENTRY_POINT_GROUP = "infinistore.eviction"
 
 _STRATEGIES = NamedClasses(
-    "eviction strategy",
-    ENTRY_POINT_GROUP,
-    Eviction,
-    "infinistore.eviction.Eviction",
-    {
+    kind="eviction strategy",
+    group=ENTRY_POINT_GROUP,
+    base=Eviction,
+    public="infinistore.eviction.Eviction",
+    built_in={
         "adaptive": "infinistore.eviction.adaptive:Adaptive",
         "lru": "infinistore.eviction.base:LeastRecentlyUsed",
     },

@@ -9,12 +9,11 @@ The object behind it is called without arguments, once for each scheduler, and r
 `Policy`. Built-in names cannot be overridden.
 """
 
-import difflib
 from collections.abc import Callable, Sequence
-from importlib.metadata import EntryPoint, entry_points
 from typing import Final, Protocol, runtime_checkable
 
 from infinistore.errors import ConfigError
+from infinistore.named_classes import Named
 from infinistore.scheduling.advice import price_s
 from infinistore.scheduling.engines import Engine, Request
 
@@ -33,11 +32,15 @@ POLICY_ENTRY_POINT_GROUP: Final = "infinistore.policies"
 DEFAULT_POLICY: Final = "soonest"
 
 _HERE: Final = "infinistore.scheduling.policies"
-_BUILT_IN: Final = {
-    "soonest": f"{_HERE}:Soonest",
-    "least-work": f"{_HERE}:LeastWork",
-    "round-robin": f"{_HERE}:RoundRobin",
-}
+_POLICIES: Final = Named(
+    kind="policy",
+    group=POLICY_ENTRY_POINT_GROUP,
+    built_in={
+        "soonest": f"{_HERE}:Soonest",
+        "least-work": f"{_HERE}:LeastWork",
+        "round-robin": f"{_HERE}:RoundRobin",
+    },
+)
 _SAME_S: Final = 0.001
 """Engines whose times differ by less than this take turns."""
 
@@ -106,7 +109,7 @@ class RoundRobin:
 
 def policy_names() -> list[str]:
     """Return the names of all policies: built-in ones first, then others, sorted."""
-    return [*_BUILT_IN, *sorted(set(_entry_points()) - set(_BUILT_IN))]
+    return _POLICIES.names()
 
 
 def create_policy(name: str = DEFAULT_POLICY) -> Policy:
@@ -115,12 +118,7 @@ def create_policy(name: str = DEFAULT_POLICY) -> Policy:
     Raises:
         ConfigError: there is none of this name, or it cannot be loaded.
     """
-    point = _entry_points().get(name)
-    if point is None:
-        names = policy_names()
-        close = difflib.get_close_matches(name, names, n=1)
-        hint = f" Did you mean {close[0]!r}?" if close else ""
-        raise ConfigError(f"there is no policy called {name!r}.{hint} Known are: {', '.join(names)}.")
+    point = _POLICIES.find(name)
     where = f"the policy {name!r} ({point.value})"
     try:
         policy = point.load()()
@@ -129,13 +127,6 @@ def create_policy(name: str = DEFAULT_POLICY) -> Policy:
     if not isinstance(policy, Policy):
         raise ConfigError(f"{where} makes a {type(policy).__name__}, which has no method pick(request, engines, now)")
     return policy
-
-
-def _entry_points() -> dict[str, EntryPoint]:
-    found = {point.name: point for point in entry_points(group=POLICY_ENTRY_POINT_GROUP)}
-    for name, value in _BUILT_IN.items():
-        found[name] = EntryPoint(name=name, value=value, group=POLICY_ENTRY_POINT_GROUP)
-    return found
 
 
 class _Turns:

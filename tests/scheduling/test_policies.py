@@ -7,6 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from infinistore import named_classes
 from infinistore.errors import ConfigError
 from infinistore.scheduling import (
     Engine,
@@ -16,7 +17,6 @@ from infinistore.scheduling import (
     RoundRobin,
     Soonest,
     create_policy,
-    policies,
     policy_names,
     price_s,
 )
@@ -189,7 +189,7 @@ def test_one_that_cannot_be_used_says_why(name: str, reason: str) -> None:
 
 
 def test_the_built_in_ones_need_no_package_metadata(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(policies, "entry_points", lambda group: EntryPoints(()))
+    monkeypatch.setattr(named_classes, "entry_points", lambda group: EntryPoints(()))
     assert policy_names() == BUILT_IN
     assert isinstance(create_policy(), Soonest)
 
