@@ -9,6 +9,7 @@ from infinistore import named_classes
 from infinistore.allocators import Allocator, allocator_class, allocator_names, create_allocator, registry
 from infinistore.allocators.bitmap import BitmapAllocator
 from infinistore.errors import ConfigError
+from tests.installing import install
 
 BUILT_IN = ["bitmap", "slab", "jemalloc"]
 
@@ -16,25 +17,22 @@ BUILT_IN = ["bitmap", "slab", "jemalloc"]
 @pytest.fixture
 def other_package(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """A folder that holds an installed package with allocators of its own."""
-    (tmp_path / "other_package_of_allocators.py").write_text(
+    source = (
         "from infinistore.allocators.bitmap import BitmapAllocator\n"
         "class Buddy(BitmapAllocator):\n"
         "    name = 'buddy'\n"
         "class NotOne:\n"
         "    pass\n"
     )
-    metadata = tmp_path / "other_package-1.0.dist-info"
-    metadata.mkdir()
-    (metadata / "METADATA").write_text("Metadata-Version: 2.1\nName: other-package\nVersion: 1.0\n")
-    (metadata / "entry_points.txt").write_text(
-        "[infinistore.allocators]\n"
-        "buddy = other_package_of_allocators:Buddy\n"
-        "not_one = other_package_of_allocators:NotOne\n"
-        "gone = module_that_is_not_there:Anything\n"
-        "misspelt = other_package_of_allocators:Body\n"
-        "bitmap = other_package_of_allocators:Buddy\n"
-    )
-    monkeypatch.syspath_prepend(str(tmp_path))
+    module = "other_package_of_allocators"
+    entries = {
+        "buddy": f"{module}:Buddy",
+        "not_one": f"{module}:NotOne",
+        "gone": "module_that_is_not_there:Anything",
+        "misspelt": f"{module}:Body",
+        "bitmap": f"{module}:Buddy",
+    }
+    install(tmp_path, monkeypatch, "infinistore.allocators", entries, module=module, source=source)
     return tmp_path
 
 

@@ -10,7 +10,7 @@ import pytest
 from hypothesis import settings
 
 from infinistore.mover_contract import MoverContract
-from tests.clients.installing import install_transports
+from tests.installing import install
 from tests.transports.fake_rdma import fabric_in_use
 
 
@@ -44,4 +44,5 @@ class TestLoopback(OurContract):
 
     @pytest.fixture(autouse=True)
     def _installed(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-        install_transports(tmp_path, monkeypatch, loopback="examples.loopback_mover:LOOPBACK")
+        entries = {"loopback": "examples.loopback_mover:LOOPBACK"}
+        install(tmp_path, monkeypatch, "infinistore.transports", entries)

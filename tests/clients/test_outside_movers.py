@@ -12,8 +12,8 @@ import infinistore
 from infinistore import aio, blocking
 from infinistore.errors import ConfigError, StoreUnavailable
 from infinistore.transports import Transport
-from tests.clients.installing import install_transports
 from tests.clients.stores import Loops
+from tests.installing import install
 from tests.server.running import RunningServer, make_config, running_server
 
 BLOCKS = {"a": bytes(range(256)) * 400, "b": b"b", "c": bytes(5000)}
@@ -30,13 +30,12 @@ NO_SOURCE = Transport("no_source", client_mover=no_source)
 @pytest.fixture
 def installed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The example, and transports that cannot be used by a client."""
-    install_transports(
-        tmp_path,
-        monkeypatch,
-        loopback="examples.loopback_mover:LOOPBACK",
-        server_only="tests.clients.test_outside_movers:SERVER_ONLY",
-        no_source="tests.clients.test_outside_movers:NO_SOURCE",
-    )
+    entries = {
+        "loopback": "examples.loopback_mover:LOOPBACK",
+        "server_only": "tests.clients.test_outside_movers:SERVER_ONLY",
+        "no_source": "tests.clients.test_outside_movers:NO_SOURCE",
+    }
+    install(tmp_path, monkeypatch, "infinistore.transports", entries)
 
 
 @pytest.fixture

@@ -15,7 +15,7 @@ from infinistore.mover_contract import ContractViolation, MoverContract
 from infinistore.protocol import messages as m
 from infinistore.protocol.codec import pack_u64
 from infinistore.transports import Transport
-from tests.clients.installing import install_transports
+from tests.installing import install
 
 
 class WrongBytes(LoopbackMover):
@@ -79,7 +79,8 @@ def test_a_wrong_mover_is_found(
 ) -> None:
     here = "tests.clients.test_wrong_movers"
     entries = {one: f"{here}:{one.upper()}" for one in ("wrong_bytes", "leaking", "careless")}
-    install_transports(tmp_path, monkeypatch, loopback="examples.loopback_mover:LOOPBACK", **entries)
+    entries["loopback"] = "examples.loopback_mover:LOOPBACK"
+    install(tmp_path, monkeypatch, "infinistore.transports", entries)
 
     class Contract(MoverContract):
         transport = name

@@ -20,6 +20,7 @@ from infinistore.scheduling import (
     policy_names,
     price_s,
 )
+from tests.installing import install
 
 BUILT_IN = ["soonest", "least-work", "round-robin"]
 
@@ -135,7 +136,7 @@ def test_without_an_engine_there_is_an_error(policy: Policy) -> None:
 @pytest.fixture
 def other_package(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """An installed package with policies of its own."""
-    (tmp_path / "other_package_of_policies.py").write_text(
+    source = (
         "class First:\n"
         "    def pick(self, request, engines, now):\n"
         "        return engines[0]\n"
@@ -145,19 +146,16 @@ def other_package(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         "    def __init__(self):\n"
         "        raise RuntimeError('no licence')\n"
     )
-    metadata = tmp_path / "other_package-1.0.dist-info"
-    metadata.mkdir()
-    (metadata / "METADATA").write_text("Metadata-Version: 2.1\nName: other-package\nVersion: 1.0\n")
-    (metadata / "entry_points.txt").write_text(
-        "[infinistore.policies]\n"
-        "first = other_package_of_policies:First\n"
-        "not-one = other_package_of_policies:NotOne\n"
-        "fails = other_package_of_policies:Fails\n"
-        "gone = module_that_is_not_there:Anything\n"
-        "misspelt = other_package_of_policies:Fist\n"
-        "soonest = other_package_of_policies:First\n"
-    )
-    monkeypatch.syspath_prepend(str(tmp_path))
+    module = "other_package_of_policies"
+    entries = {
+        "first": f"{module}:First",
+        "not-one": f"{module}:NotOne",
+        "fails": f"{module}:Fails",
+        "gone": "module_that_is_not_there:Anything",
+        "misspelt": f"{module}:Fist",
+        "soonest": f"{module}:First",
+    }
+    install(tmp_path, monkeypatch, "infinistore.policies", entries, module=module, source=source)
 
 
 @pytest.mark.usefixtures("other_package")

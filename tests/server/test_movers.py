@@ -41,6 +41,7 @@ from infinistore.server.movers.rdma import RdmaMover
 from infinistore.server.movers.shm import LivenessPipe, ShmMover
 from infinistore.server.session.session import Session, open_movers
 from infinistore.transports import Transport
+from tests.installing import install
 from tests.server.running import (
     KIB,
     RunningServer,
@@ -228,22 +229,17 @@ NO_MOVER = Transport("no_mover", server_mover=lambda config, core: "a string")
 '''
 
 
-def install(folder: Path, monkeypatch: pytest.MonkeyPatch, **entries: str) -> None:
-    """Put an installed package with these entry points on the path."""
-    (folder / "package_with_a_mover.py").write_text(LOOPBACK)
-    metadata = folder / "package_with_a_mover-1.0.dist-info"
-    metadata.mkdir()
-    (metadata / "METADATA").write_text("Metadata-Version: 2.1\nName: package-with-a-mover\nVersion: 1.0\n")
-    lines = "".join(f"{name} = {value}\n" for name, value in entries.items())
-    (metadata / "entry_points.txt").write_text(f"[infinistore.transports]\n{lines}")
-    monkeypatch.syspath_prepend(str(folder))
+def install_movers(folder: Path, monkeypatch: pytest.MonkeyPatch, **entries: str) -> None:
+    """Install a package with these transports."""
+    module = "package_with_a_mover"
+    install(folder, monkeypatch, "infinistore.transports", entries, module=module, source=LOOPBACK)
     monkeypatch.delitem(__import__("sys").modules, "package_with_a_mover", raising=False)
 
 
 async def test_a_mover_of_another_package_serves_a_request_by_its_handler(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    install(
+    install_movers(
         tmp_path,
         monkeypatch,
         loopback="package_with_a_mover:LOOPBACK",
@@ -272,7 +268,7 @@ async def test_a_mover_of_another_package_serves_a_request_by_its_handler(
 async def test_what_a_lost_client_of_such_a_mover_may_write_to_stays_in_quarantine(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, mock_clock: MockClock
 ) -> None:
-    install(tmp_path, monkeypatch, loopback="package_with_a_mover:LOOPBACK")
+    install_movers(tmp_path, monkeypatch, loopback="package_with_a_mover:LOOPBACK")
     async with running_server() as server:
         peer = await server.peer()
         await peer.ask(Reserve(pack_u64([len(BLOCK)])))
@@ -287,7 +283,7 @@ async def test_what_a_lost_client_of_such_a_mover_may_write_to_stays_in_quaranti
 async def test_an_arena_by_which_the_pool_grows_is_shown_to_every_mover(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    install(tmp_path, monkeypatch, loopback="package_with_a_mover:LOOPBACK")
+    install_movers(tmp_path, monkeypatch, loopback="package_with_a_mover:LOOPBACK")
     config = make_config(auto_increase=True, prealloc_bytes=64 * KIB, max_pool_bytes=128 * KIB)
     async with running_server(config) as server:
         from package_with_a_mover import made
@@ -309,7 +305,7 @@ async def test_an_arena_by_which_the_pool_grows_is_shown_to_every_mover(
 async def test_a_server_does_not_start_with_a_transport_that_it_cannot_use(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, value: str, reason: str
 ) -> None:
-    install(tmp_path, monkeypatch, no_mover=value)
+    install_movers(tmp_path, monkeypatch, no_mover=value)
     with pytest.raises(ConfigError, match=f"the (server_mover of the )?transport 'no_mover'.*{reason}"):
         await serve(make_config())
 

@@ -9,6 +9,7 @@ import pytest
 
 from infinistore.errors import ConfigError
 from infinistore.transports import Transport, installed_transports, load_transport, registry, transport_names
+from tests.installing import install
 
 ENTRY_POINTS = {
     "loopback": "other_package_of_transports:LOOPBACK",
@@ -22,34 +23,29 @@ BROKEN = {
 }
 
 
-def _install(folder: Path, entries: dict[str, str]) -> None:
-    (folder / "other_package_of_transports.py").write_text(
+def _install(folder: Path, monkeypatch: pytest.MonkeyPatch, entries: dict[str, str]) -> None:
+    source = (
         "from infinistore.transports import Transport\n"
         "LOOPBACK = Transport('loopback', client_mover=dict, server_mover=list)\n"
         "CLIENT_ONLY = Transport('client_only', client_mover=dict)\n"
         "class NotOne:\n"
         "    name = 'not_one'\n"
     )
-    metadata = folder / "other_package-1.0.dist-info"
-    metadata.mkdir()
-    (metadata / "METADATA").write_text("Metadata-Version: 2.1\nName: other-package\nVersion: 1.0\n")
-    lines = "".join(f"{name} = {value}\n" for name, value in entries.items())
-    (metadata / "entry_points.txt").write_text(f"[infinistore.transports]\n{lines}")
+    group = registry.ENTRY_POINT_GROUP
+    install(folder, monkeypatch, group, entries, module="other_package_of_transports", source=source)
 
 
 @pytest.fixture
 def other_package(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """A folder that holds an installed package with transports of its own."""
-    _install(tmp_path, ENTRY_POINTS)
-    monkeypatch.syspath_prepend(str(tmp_path))
+    _install(tmp_path, monkeypatch, ENTRY_POINTS)
     return tmp_path
 
 
 @pytest.fixture
 def broken_package(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """One whose transports cannot be used."""
-    _install(tmp_path, BROKEN)
-    monkeypatch.syspath_prepend(str(tmp_path))
+    _install(tmp_path, monkeypatch, BROKEN)
     return tmp_path
 
 
@@ -78,8 +74,7 @@ def test_one_that_cannot_be_used_says_why(broken_package: Path, name: str, reaso
 
 
 def test_a_built_in_name_cannot_be_taken_over(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    _install(tmp_path, dict.fromkeys(registry.BUILT_IN, "other_package_of_transports:LOOPBACK"))
-    monkeypatch.syspath_prepend(str(tmp_path))
+    _install(tmp_path, monkeypatch, dict.fromkeys(registry.BUILT_IN, "other_package_of_transports:LOOPBACK"))
     assert transport_names() == []
     assert installed_transports() == []
 
