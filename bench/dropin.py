@@ -11,17 +11,14 @@ import argparse
 import asyncio
 import ctypes
 import json
-import subprocess
-import sys
-import tempfile
 from collections.abc import Callable, Coroutine, Iterator
 from contextlib import contextmanager
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import tcp
 from infinistore import TYPE_RDMA, ClientConfig, InfinityConnection, aio
+from one_server import serving
 from rounds import interleaved
 
 CALLS = 16
@@ -31,16 +28,8 @@ CASES = ((1, 64 * tcp.KIB), (1, 4 * tcp.MIB), (64, 64 * tcp.KIB))
 @contextmanager
 def server() -> Iterator[int]:
     """A server with a Unix socket; gives its port."""
-    command = [sys.executable, "-m", "infinistore", "--service-port", "0", "--manage-port", "0"]
-    command += ["--prealloc-size", "256MiB", "--log-level", "warning"]
-    with tempfile.TemporaryDirectory() as folder:
-        command += ["--unix-socket", str(Path(folder, "s"))]
-        with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
-            try:
-                assert process.stdout is not None
-                yield int(process.stdout.readline().split("tcp://127.0.0.1:")[1].split()[0].rstrip(",;"))
-            finally:
-                process.terminate()
+    with serving("--manage-port", "0", "--prealloc-size", "256MiB", "--log-level", "warning") as address:
+        yield int(address.rpartition(":")[2])
 
 
 async def often(call: Callable[[], Coroutine[Any, Any, object]]) -> None:

@@ -10,7 +10,6 @@ figures mean nothing, and are kept in no report unless one is named.
 
 import argparse
 import random
-import re
 import statistics
 import subprocess
 import sys
@@ -31,6 +30,7 @@ from infinistore.blocking import BlockingStore, open_store
 from infinistore.host import available_memory
 from infinistore.sizes import GIB, KIB, MIB, in_units
 from machine import this_machine
+from one_server import serving
 from rounds import interleaved, interleaved_times
 
 if TYPE_CHECKING:
@@ -101,20 +101,9 @@ class Bench:
     @contextmanager
     def served(self, pool_bytes: int) -> Iterator[str]:
         """Run a server; yield its URL for shared memory."""
-        with tempfile.TemporaryDirectory() as folder:
-            command = [sys.executable, "-P", "-m", "infinistore", "--host", "127.0.0.1", "--service-port", "0"]
-            command += ["--manage-port", "off", "--unix-socket", str(Path(folder) / "store.sock")]
-            command += ["--log-level", "error", "--prealloc-size", f"{pool_bytes // MIB}MiB"]
-            command += ["--minimal-allocate-size", "16"]
-            with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
-                try:
-                    assert process.stdout is not None
-                    found = re.search(r"tcp://[\d.]+:\d+", process.stdout.readline())
-                    if found is None:
-                        raise RuntimeError("the server did not start; its standard error says why")
-                    yield found[0].replace("tcp", "shm")
-                finally:
-                    process.terminate()
+        flags = ["--manage-port", "off", "--log-level", "error", "--prealloc-size", f"{pool_bytes // MIB}MiB"]
+        with serving(*flags, "--minimal-allocate-size", "16") as address:
+            yield f"shm://{address}"
 
     @contextmanager
     def stores(self, pool_bytes: int, **options: Any) -> Iterator[dict[str, BlockingStore]]:

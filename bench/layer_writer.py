@@ -23,16 +23,11 @@ process, which others hardly change.
 import argparse
 import json
 import os
-import re
 import statistics
-import subprocess
-import sys
-import tempfile
 import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -40,6 +35,7 @@ from torch.nn import functional
 
 from infinistore.blocking import BlockingStore, open_store
 from infinistore.tensors import LayerWriter, Ticket, write_blocks
+from one_server import serving
 from rounds import interleaved_times
 
 MIB = 1024 * 1024
@@ -138,19 +134,10 @@ class Prefill:
 @contextmanager
 def server() -> Iterator[dict[str, str]]:
     """Start a server; give its URLs, by the name of the path."""
-    with tempfile.TemporaryDirectory() as folder:
-        command = [sys.executable, "-m", "infinistore", "--service-port", "0", "--manage-port", "off"]
-        command += ["--unix-socket", str(Path(folder) / "store.sock"), "--log-level", "warning"]
-        command += ["--prealloc-size", f"{POOL_BYTES // MIB}MiB", "--minimal-allocate-size", "16"]
-        command += ["--spin-time", "0"]  # as its clients
-        with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
-            try:
-                assert process.stdout is not None
-                found = re.search(r"tcp://[\d.]+:\d+", process.stdout.readline())
-                assert found is not None
-                yield {"shm": found[0].replace("tcp", "shm"), "tcp": found[0]}
-            finally:
-                process.terminate()
+    flags = ["--manage-port", "off", "--log-level", "warning", "--prealloc-size", f"{POOL_BYTES // MIB}MiB"]
+    flags += ["--minimal-allocate-size", "16", "--spin-time", "0"]  # as its clients
+    with serving(*flags) as address:
+        yield {"shm": f"shm://{address}", "tcp": f"tcp://{address}"}
 
 
 @contextmanager

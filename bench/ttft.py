@@ -22,7 +22,6 @@ a process of its own.
 import argparse
 import json
 import random
-import re
 import statistics
 import subprocess
 import sys
@@ -37,6 +36,7 @@ from rich.status import Status
 from rich.table import Table
 
 from engine_process import Answer, EngineProcess
+from one_server import serving
 from rounds import interleaved
 from small_llama import VOCABULARY
 
@@ -316,20 +316,9 @@ OTHERS = {"overhead": overhead, "read": read, "disk": disk}
 @contextmanager
 def running_store(folder: Path, pool: str, *, disk: bool = False) -> Iterator[str]:
     """Run a server, with as much disk as memory or none; yield its address."""
-    flags = ["--host", "127.0.0.1", "--service-port", "0", "--manage-port", "0"]
-    flags += ["--unix-socket", str(folder / "socket")]
-    if disk:
-        flags += ["--disk", f"{folder / 'disk'}:{pool}", "--disk-admission", "eager"]
-    command = [sys.executable, "-P", "-m", "infinistore", *flags, "--prealloc-size", pool, "--log-level", "error"]
-    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as server:
-        try:
-            assert server.stdout is not None
-            address = re.search(r"tcp://([\d.]+:\d+)", server.stdout.readline())
-            if address is None:
-                raise RuntimeError("the server did not start")
-            yield f"infinistore://{address[1]}"
-        finally:
-            server.terminate()
+    disks = ["--disk", f"{folder / 'disk'}:{pool}", "--disk-admission", "eager"] if disk else []
+    with serving("--manage-port", "0", *disks, "--prealloc-size", pool, "--log-level", "error") as address:
+        yield f"infinistore://{address}"
 
 
 def table_of(timings: Sequence[Timing]) -> Table:
