@@ -174,26 +174,20 @@ def _figure(plan: Plan, operation: str, size_bytes: int, clients: list[Client], 
 
 
 def run(steps: Sequence[Step], seconds: float) -> tuple[list[float], float]:
-    """Repeat each step in a thread. Returns the times of calls and in total."""
+    """Repeat each step in a thread. Returns the times of calls and in total.
+
+    At Ctrl-C each thread ends its call first, so that none puts after the end.
+    """
     runner = _Runner(len(steps), seconds)
     threads = [threading.Thread(target=runner.run, args=(step,)) for step in steps]
-    # Ctrl-C waits until all threads have started: a thread that is just starting could
-    # not be joined, and would put after the end.
-    signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGINT])
-    try:
-        for thread in threads:
-            thread.start()
-        signal.pthread_sigmask(signal.SIG_UNBLOCK, [signal.SIGINT])
-        for thread in threads:
-            thread.join()
-    except BaseException:  # Ctrl-C: the threads end after the call they are in
-        runner.stop()
-        for thread in threads:
-            if thread.is_alive():
-                thread.join()
-        raise
-    finally:
-        signal.pthread_sigmask(signal.SIG_UNBLOCK, [signal.SIGINT])
+    with runner.ended_by_ctrl_c(), ExitStack() as started:
+        try:
+            for thread in threads:
+                thread.start()
+                started.callback(thread.join)
+        except BaseException:  # no room for so many: those that have started wait for it
+            runner.start.abort()
+            raise
     if runner.failure is not None:
         raise runner.failure.again()
     return runner.times, runner.elapsed_s
@@ -206,29 +200,45 @@ class _Runner:
         self.elapsed_s = 0.0
         self._seconds = seconds
         self._stopped = False
-        self._start = threading.Barrier(threads)
+        self.start = threading.Barrier(threads)
         self._lock = threading.Lock()
 
-    def stop(self) -> None:
+    @contextmanager
+    def ended_by_ctrl_c(self) -> Iterator[None]:
+        """Raise KeyboardInterrupt at the end only: Python before 3.13 takes a thread in
+        whose `join` that comes up for ended.
+        """
+        if threading.current_thread() is not threading.main_thread():  # where no signal comes
+            yield
+            return
+        before = signal.signal(signal.SIGINT, self._stop)
+        try:
+            yield
+        finally:
+            signal.signal(signal.SIGINT, before)
+        if self._stopped:
+            raise KeyboardInterrupt
+
+    def _stop(self, *_: object) -> None:
         self._stopped = True
-        self._start.abort()
 
     def run(self, step: Step) -> None:
         try:
             for _ in range(_WARM_UP_ROUNDS):
-                step()
-            self._start.wait()
+                if not self._stopped:
+                    step()
+            self.start.wait()
             self._measure(step)
-        except threading.BrokenBarrierError:  # another thread failed, and has said why; or Ctrl-C
+        except threading.BrokenBarrierError:  # another thread failed, and has said why
             pass
         except BaseException as error:  # noqa: BLE001 - raised again by the thread that waits
             self.failure = self.failure or KeptError(error)
-            self.stop()
+            self.start.abort()
 
     def _measure(self, step: Step) -> None:
         times: list[float] = []
         start = now = time.perf_counter()
-        while not times or (now < start + self._seconds and not self._stopped):
+        while not times or (now < start + self._seconds and not self._stopped and self.failure is None):
             step()
             before, now = now, time.perf_counter()
             times.append(now - before)

@@ -12,6 +12,7 @@ import signal
 import socket
 import subprocess
 import sys
+import threading
 from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
@@ -23,7 +24,7 @@ import pytest
 from rich.console import Console
 
 from infinistore import blocking
-from infinistore.cli import failures, raw_peer
+from infinistore.cli import failures, measure, raw_peer
 from tests import warm
 from tests.cli.conftest import INFINISTORE, Run, StartProcess
 from tests.cli.in_process import FREE_PORTS, ServerHere
@@ -64,6 +65,38 @@ def test_ctrl_c_ends_a_benchmark_and_its_keys_are_deleted(server: ServerHere, en
         assert process.communicate() == (b"", b"")
         assert store.keys("infinistore-bench") == []
     assert process.returncode == 130
+
+
+def test_a_measurement_that_is_interrupted_waits_for_the_calls_it_began() -> None:
+    main = threading.get_ident()
+    ended = threading.Event()
+    late: list[bool] = []
+
+    def step() -> None:
+        signal.pthread_kill(main, signal.SIGINT)
+        late.append(ended.wait(0.2))
+
+    with pytest.raises(KeyboardInterrupt):
+        measure.run([step, step], 600)
+    ended.set()
+    assert late
+    assert not any(late)
+
+
+def test_a_measurement_that_cannot_start_its_threads_waits_for_those_that_run(monkeypatch: pytest.MonkeyPatch) -> None:
+    start = threading.Thread.start
+    started: list[threading.Thread] = []
+
+    def limited(thread: threading.Thread) -> None:
+        if started:
+            raise RuntimeError("can't start new thread")
+        started.append(thread)
+        start(thread)
+
+    monkeypatch.setattr(threading.Thread, "start", limited)
+    with pytest.raises(RuntimeError):
+        measure.run([int, int], 600)
+    assert not started[0].is_alive()
 
 
 @pytest.mark.process

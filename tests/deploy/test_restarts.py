@@ -6,6 +6,7 @@ those lines of the unit that concern its start, its end and its descriptors.
 import os
 import re
 import shutil
+import socket
 import subprocess
 import sys
 import time
@@ -61,12 +62,12 @@ class Service:
         self.log = folder / "log"
         self._groups = [path / folder.name for path in HIERARCHIES if (path / "cgroup.procs").exists()]
         command = ["unshare", "--mount", "--propagation", "private", "sh", "-c", IN_NAMESPACE, "sh"]
-        self._manager = subprocess.Popen([*command, *map(str, self._groups)], env=self._environment)
-        deadline = time.monotonic() + 60
-        while not (folder / "systemd" / "private").exists():
-            assert self._manager.poll() is None, "systemd did not start"
-            assert time.monotonic() < deadline
-            os.sched_yield()
+        with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as notices:
+            notices.bind(str(folder / "notices"))
+            notices.settimeout(60)
+            environment = self._environment | {"NOTIFY_SOCKET": str(folder / "notices")}
+            self._manager = subprocess.Popen([*command, *map(str, self._groups)], env=environment)
+            assert b"READY=1" in notices.recv(4096), "systemd did not start"
 
     def control(self, *arguments: str) -> str:
         command = ["systemctl", "--user", *arguments]
