@@ -136,10 +136,13 @@ def _run(settings: DemoSettings, source: str, tokens: list[int], *, quiet: bool)
                     outcome.append(signal.Signals(number))
                     nursery.cancel_scope.cancel()
 
+    failure = None
     try:
         trio.run(run)
     except BaseExceptionGroup as group:
-        raise innermost(group) from None
+        failure = innermost(group)
+    if failure is not None:
+        raise failure  # whose context stays: a pipe that is closed is told by it
     found = outcome[0]
     if isinstance(found, signal.Signals):
         note(f"stopped by {found.name}; the server and the workers have ended")
