@@ -219,8 +219,9 @@ def check_memory(length: int, huge_pages: bool) -> None:
     limit = available_memory()
     if limit.available_bytes < length + MEMORY_MARGIN_BYTES:
         raise OutOfMemory(
-            f"an arena of {in_units(length)} does not fit: {in_units(limit.available_bytes)} are available"
-            f" ({limit.source}); use a smaller pool, or free or add memory"
+            f"an arena of {in_units(length)} does not fit beside the {in_units(MEMORY_MARGIN_BYTES)} that the process"
+            f" needs: {in_units(limit.available_bytes)} are available ({limit.source}); use a smaller pool, or free"
+            " or add memory"
         )
 
 

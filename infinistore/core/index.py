@@ -27,11 +27,14 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Val
 from itertools import islice, repeat, takewhile
 from operator import itemgetter
 from random import Random
-from typing import Any, TypeAlias
+from typing import Any, Final, TypeAlias
 
 from infinistore.allocators.base import Extent
 from infinistore.eviction.base import Eviction, LeastRecentlyUsed
 from infinistore.eviction.reuse import Reuse
+
+BYTES_PER_KEY: Final = 350
+"""What the process needs for each key of 40 characters (CPython 3.11, x86-64)."""
 
 # An exact tuple, because both kinds of named fields cost too much. The garbage
 # collector stops tracking exact tuples of integers, and only these: with a million

@@ -25,6 +25,7 @@ from infinistore.access.policy import OneTenant, Policy, TenantPolicy
 from infinistore.allocators import create_allocator
 from infinistore.config import ServerConfig, default_pool_bytes
 from infinistore.core.arena import Arena
+from infinistore.core.index import BYTES_PER_KEY
 from infinistore.core.limits import CoreLimits
 from infinistore.core.pool import Pool
 from infinistore.core.store import StoreCore
@@ -32,7 +33,7 @@ from infinistore.disk.tiers import Tiers
 from infinistore.disk_settings import DESCRIPTORS_OF_A_DISK
 from infinistore.errors import ConfigError, OutOfMemory
 from infinistore.eviction import eviction_class
-from infinistore.host import free_huge_pages
+from infinistore.host import MemoryLimit, free_huge_pages
 from infinistore.kept_errors import KeptError
 from infinistore.protocol.messages import HelloReply, Keys, Shard
 from infinistore.secret_files import read_token
@@ -263,12 +264,15 @@ class _Opening:
         """
         try:
             if isinstance(policy, TenantPolicy):
-                return await self._open_tenants(policy)
-            return await self._open_one(pool)
+                stores = await self._open_tenants(policy)
+            else:
+                stores = await self._open_one(pool)
         except OutOfMemory as error:
             if self.earlier is None or self.earlier.serves:
                 raise
             raise PoolLost(str(error)) from None  # without what it has left, there may be enough
+        _warn_of_index(self.config, self.environment.available_memory())
+        return stores
 
     async def _open_one(self, pool: Pool) -> _Stores:
         config, environment, earlier = self.config, self.environment, self.earlier
@@ -361,6 +365,24 @@ def make_core(config: ServerConfig, pool: Pool, environment: Environment) -> Sto
         journal=journal,
         eviction=eviction_class(config.eviction),
     )
+
+
+def _warn_of_index(config: ServerConfig, limit: MemoryLimit) -> None:
+    """Warn if a pool full of the smallest blocks would need an index for which there is
+    no memory.
+    """
+    keys = config.prealloc_bytes // config.minimal_allocate_bytes
+    if keys * BYTES_PER_KEY > limit.available_bytes:
+        _log.warning(
+            "the index of keys may outgrow the memory",
+            extra={
+                "keys": keys,
+                "index_bytes": keys * BYTES_PER_KEY,
+                "available_bytes": limit.available_bytes,
+                "source": limit.source,
+                "remedy": "a larger --minimal-allocate-size, or a smaller --prealloc-size",
+            },
+        )
 
 
 def _core_limits(config: ServerConfig) -> CoreLimits:

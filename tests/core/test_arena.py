@@ -179,7 +179,10 @@ def test_a_negative_number_of_threads_is_refused() -> None:
 def test_what_the_machine_cannot_hold_is_refused_before_any_memory_is_taken(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(arena_module, "available_memory", lambda: MemoryLimit(100 << 20, "memory.max of a test"))
     monkeypatch.setattr(os, "memfd_create", lambda *_: pytest.fail("took memory"))
-    with pytest.raises(OutOfMemory, match=r"100 MiB are available \(memory.max of a test\).*smaller pool"):
+    with pytest.raises(
+        OutOfMemory,
+        match=r"99 MiB does not fit beside the 64 MiB.*100 MiB are available \(memory.max of a test\).*smaller pool",
+    ):
         create_arena(0, 99 << 20)
 
 

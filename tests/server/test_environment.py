@@ -1,11 +1,15 @@
 """What a server takes from its machine is given to it: chance, time and threads."""
 
+import logging
 from collections.abc import Callable
 from random import Random, SystemRandom
 from typing import Any
 
+import pytest
 import trio
 
+from infinistore.core.index import BYTES_PER_KEY
+from infinistore.host import MemoryLimit
 from infinistore.protocol.messages import Keys, MatchPrefix, MatchPrefixReply
 from infinistore.server.environment import Environment
 from tests.server.running import make_config, running_server, simulated_server
@@ -64,3 +68,15 @@ async def test_a_server_starts_threads_as_it_is_told_and_grows_in_them() -> None
         await put(peer, "b", bytes(1024 * 1024))
         assert len(ran) == begun + 1
         assert len(server.core.pool.arenas) == 2
+
+
+@pytest.mark.parametrize(("missing_bytes", "warnings"), [(0, []), (1, ["the index of keys may outgrow the memory"])])
+async def test_a_pool_of_more_small_blocks_than_memory_has_keys_for_is_warned_of(
+    missing_bytes: int, warnings: list[str], caplog: pytest.LogCaptureFixture
+) -> None:
+    config = make_config(prealloc_bytes=1024 * 1024, minimal_allocate_bytes=1024, manage_port=None)
+    left = MemoryLimit(1024 * BYTES_PER_KEY - missing_bytes, "memory.max of a test")
+    with caplog.at_level(logging.WARNING, "infinistore.server"):
+        async with running_server(config, Environment(available_memory=lambda: left)):
+            pass
+    assert [record.message for record in caplog.records] == warnings
