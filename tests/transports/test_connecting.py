@@ -3,6 +3,8 @@ to look at.
 """
 
 import asyncio
+import errno
+import os
 import socket
 import time
 from collections.abc import Callable
@@ -64,6 +66,16 @@ def test_connecting_where_nobody_listens_says_what_to_look_at(library: Library, 
         library.unix(str(tmp_path / "nothing"))
     with pytest.raises(StoreUnavailable):
         library.unix("/" + "long/" * 50)
+
+
+@each_library
+def test_a_client_out_of_descriptors_is_told_so(library: Library, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(*_: object, **__: object) -> None:
+        raise OSError(errno.EMFILE, os.strerror(errno.EMFILE))
+
+    monkeypatch.setattr(socket.socket, "connect", refuse)
+    with pytest.raises(StoreUnavailable, match=r"Too many open files; .*ulimit -n"):
+        library.unix("/nothing")
 
 
 @each_library

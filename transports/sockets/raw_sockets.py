@@ -119,6 +119,8 @@ def cannot_connect(place: str, error: OSError | UnicodeError) -> StoreUnavailabl
     remedy = "is the server running there?"
     if isinstance(error, PermissionError) and place.startswith("/"):  # the mode of the socket, or of its folder
         remedy = "connect as the user who runs the server, or by TCP"
+    elif isinstance(error, OSError) and error.errno in (errno.EMFILE, errno.ENFILE):
+        remedy = "close what this process has open, or raise the limit (ulimit -n)"
     return StoreUnavailable(f"cannot connect to {place}: {reason(error)}; {remedy}")
 
 
