@@ -618,6 +618,12 @@ class ServerConfig:
     log_level: str = declare(
         choice("error", "warning", "info", "debug"), "info", "Log level; debug also shows tracebacks", group=_LOGGING
     )
+    log_format: str = declare(
+        choice("auto", "text", "json"),
+        "auto",
+        "Format of the log: text for people, or JSON, one object per line; auto is text on a terminal, JSON elsewhere",
+        group=_LOGGING,
+    )
 
     def __attrs_post_init__(self) -> None:
         for names, problem in _conflicts(self):

@@ -96,7 +96,8 @@ def command(
     try:
         text = read_text(settings)
         found = _run(settings, *text, quiet=as_json)
-    except DemoError as error:
+    except* DemoError as group:
+        error = innermost(group)
         if as_json:
             print_json({"ok": False, "error": str(error)})
         if text is None:
@@ -136,13 +137,7 @@ def _run(settings: DemoSettings, source: str, tokens: list[int], *, quiet: bool)
                     outcome.append(signal.Signals(number))
                     nursery.cancel_scope.cancel()
 
-    failure = None
-    try:
-        trio.run(run)
-    except BaseExceptionGroup as group:
-        failure = innermost(group)
-    if failure is not None:
-        raise failure  # whose context stays: a pipe that is closed is told by it
+    trio.run(run)
     found = outcome[0]
     if isinstance(found, signal.Signals):
         note(f"stopped by {found.name}; the server and the workers have ended")

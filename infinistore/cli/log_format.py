@@ -1,16 +1,19 @@
 """The format of the server's log: one line per event, as text or as JSON.
 
-A terminal gets text, everything else JSON. An event is a few constant words; its
-details are fields (`extra=`). Values chosen by a client, such as its name, cannot start
-a new line or move a terminal's cursor. The traceback of an internal error is a field in
-JSON, and follows the line on a terminal.
+By default, a terminal gets text, everything else JSON. An event is a few constant
+words; its details are fields (`extra=`). Values chosen by a client, such as its name,
+cannot start a new line or move a terminal's cursor. The traceback of an internal error
+is a field in JSON, and follows the line of text.
 """
 
 import json
 import logging
 import sys
 from datetime import UTC, datetime
-from typing import Any
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from infinistore.config import ServerConfig
 
 # What every record has; anything else came by `extra=`.
 _NO_FIELDS = {*vars(logging.makeLogRecord({})), "message", "asctime", "taskName"}
@@ -53,13 +56,14 @@ class NoteFormatter(logging.Formatter):
         return f"infinistore: {record.getMessage()}{fields}"
 
 
-def set_up_logging(level: str, *, shard: int | None = None) -> None:
-    """Log to standard error at this level or above. Each line of a shard names it."""
+def set_up_logging(config: "ServerConfig", *, shard: int | None = None) -> None:
+    """Log to standard error as configured. Each line of a shard names it."""
     handler = logging.StreamHandler(sys.stderr)
     if shard is not None:
         handler.addFilter(_OfShard(shard))
-    handler.setFormatter(TerminalFormatter() if sys.stderr.isatty() else JsonFormatter())
-    logging.basicConfig(level=level.upper(), handlers=[handler])
+    as_text = sys.stderr.isatty() if config.log_format == "auto" else config.log_format == "text"
+    handler.setFormatter(TerminalFormatter() if as_text else JsonFormatter())
+    logging.basicConfig(level=config.log_level.upper(), handlers=[handler])
 
 
 class _OfShard(logging.Filter):

@@ -47,10 +47,18 @@ SHARD_COMMAND = (sys.executable, "-P", "-m", "infinistore.cli.shard")
     "--config", "file", metavar="FILE", panel="Options",
     help="YAML file with one setting per line: flags without --, with _ for -. Default: $INFINISTORE_CONFIG.",
 )  # fmt: skip
+@click.option(
+    "--check",
+    is_flag=True,
+    panel="Options",
+    help="Check the settings, and the tokens, tenants and certificates that they name, and exit.",
+)
 @server_options
 @json_option
 @click.pass_context
-def command(context: click.Context, file: str | None, settings: Mapping[str, object], as_json: bool) -> None:
+def command(
+    context: click.Context, file: str | None, check: bool, settings: Mapping[str, object], as_json: bool
+) -> None:
     """Run a server. It prints one line when it listens.
 
     On Ctrl-C or SIGTERM, it finishes running requests and stops.
@@ -67,9 +75,12 @@ def command(context: click.Context, file: str | None, settings: Mapping[str, obj
         session_of(context).wants_tracebacks = config.log_level == "debug"
         for warning in misspelt_variables():
             note(warning)
-        set_up_logging(config.log_level)
+        set_up_logging(config)
         try:
-            _run(config, as_json=as_json)
+            if check:
+                _check(config)
+            else:
+                _run(config, as_json=as_json)
         except* ConfigError as group:
             raise ConfigError(_with_source(innermost(group), settings, file)) from None
 
@@ -84,6 +95,18 @@ def _with_source(problem: BaseException, settings: Mapping[str, object], file: s
         return str(problem)
     file = file or os.environ.get("INFINISTORE_CONFIG") or None
     return f"{source_of(ServerConfig, key, settings, os.environ, file) or name}: {what}"
+
+
+def _check(config: "ServerConfig") -> None:
+    """Read what a server reads before it opens a port and takes memory."""
+    from infinistore.allocators import allocator_class
+    from infinistore.eviction import eviction_class
+    from infinistore.server import check_files
+
+    allocator_class(config.allocator)
+    eviction_class(config.eviction)
+    check_files(config)
+    print_line("the settings and the files that they name can be used")
 
 
 def _run(config: "ServerConfig", *, as_json: bool) -> None:

@@ -7,12 +7,13 @@ from typing import TYPE_CHECKING
 import infinistore.namesake  # noqa: F401 - the command of the original leads here, if that was installed last
 from infinistore.server.composition import serve
 from infinistore.server.listeners import ServerAddresses
+from infinistore.server.security import check_files
 from infinistore.server.server import Server
 
 if TYPE_CHECKING:
     from infinistore.server.shards import ShardProcess, serve_shards
 
-__all__ = ["Server", "ServerAddresses", "ShardProcess", "serve", "serve_shards"]
+__all__ = ["Server", "ServerAddresses", "ShardProcess", "check_files", "serve", "serve_shards"]
 
 
 if not TYPE_CHECKING:  # a checker that saw this would believe in every name

@@ -33,7 +33,7 @@ from infinistore.addresses import with_port
 from infinistore.config import ServerConfig
 from infinistore.errors import AuthenticationFailed, ConfigError
 from infinistore.host import NO_THREAD
-from infinistore.secret_files import read_text
+from infinistore.secret_files import read_text, read_token
 from infinistore.service_manager import ServiceManager
 from infinistore.tenant_limits import TenantLimits
 from infinistore.transports.base import Stream
@@ -467,6 +467,20 @@ def load_certificates(config: ServerConfig, audit: Audit | None = None) -> "Cert
     from infinistore.server.certificates import Certificates  # late: most servers have no TLS
 
     return Certificates(config, audit)
+
+
+def check_files(config: ServerConfig) -> None:
+    """Read the tokens, tenants and certificates that a configuration names. Blocking.
+
+    Raises:
+        ConfigError: one of them cannot be used.
+    """
+    for setting in ("token_file", "peer_token_file"):
+        if (path := getattr(config, setting)) is not None:
+            read_token(path, setting=setting)
+    if config.tenants is not None:
+        _load_tenants(config)
+    load_certificates(config)
 
 
 def load_policy(config: ServerConfig, token: str) -> OneTenant | TenantPolicy:

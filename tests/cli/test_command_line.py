@@ -12,6 +12,7 @@ from pathlib import Path
 
 import pytest
 import rich_click as click
+import trio
 
 from infinistore import errors
 from infinistore.cli.failures import EXIT_CODES, answered
@@ -284,6 +285,26 @@ for arguments in sys.argv[1:]:
         break
     os.wait()
 """
+
+
+def test_settings_are_checked_with_the_files_that_they_name_and_nothing_is_opened(
+    command: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(trio, "run", lambda *_: pytest.fail("runs"))
+    (tmp_path / "server.yaml").write_text("tenants: tenants.yaml\n")
+    ended = command("serve", "--check", "--config", "server.yaml")
+    assert ended.returncode == 2
+    assert ended.stderr.startswith(b"infinistore: tenants.yaml: cannot be read: No such file")
+    (tmp_path / "tenants.yaml").write_text("tenants: 5\n")
+    ended = command("--check", "--config", "server.yaml")
+    assert ended.returncode == 2
+    (tmp_path / "token").write_text("a token")
+    ended = command("--check", "--token-file", "token")
+    assert (ended.returncode, b"white space" in ended.stderr) == (2, True)
+    (tmp_path / "token").write_text("token")
+    (tmp_path / "token").chmod(0o600)
+    ended = command("--check", "--token-file", "token")
+    assert (ended.returncode, ended.stdout) == (0, b"the settings and the files that they name can be used\n")
 
 
 @pytest.mark.process

@@ -87,6 +87,7 @@ VALUES: dict[str, list[Any]] = {
     "max_key_size": [1, "1024"],
     "max_protected_ratio": [0, "0.5"],
     "log_level": ["debug", "Warning"],
+    "log_format": ["json", "Text"],
 }
 
 

@@ -5,6 +5,7 @@ no keys above debug.
 import json
 import logging
 import sys
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -12,7 +13,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from infinistore import blocking
-from infinistore.cli.log_format import JsonFormatter, TerminalFormatter
+from infinistore.cli.log_format import JsonFormatter, TerminalFormatter, set_up_logging
+from infinistore.config import ServerConfig
 from infinistore.errors import InfiniStoreException
 from tests.cli.conftest import StartProcess
 
@@ -53,6 +55,20 @@ def test_a_traceback_is_a_field_in_json_and_follows_on_a_terminal() -> None:
         made.exc_info = sys.exc_info()
     assert "ZeroDivisionError: of the test" in json.loads(JsonFormatter().format(made))["exception"]
     assert TerminalFormatter().format(made).endswith("ZeroDivisionError: of the test")
+
+
+@pytest.mark.parametrize(
+    ("setting", "on_terminal", "is_json"),
+    [("auto", True, False), ("auto", False, True), ("text", False, False), ("json", True, True)],
+)
+def test_the_format_is_that_of_the_setting_or_of_where_it_goes(
+    setting: str, on_terminal: bool, is_json: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sys, "stderr", SimpleNamespace(isatty=lambda: on_terminal))
+    made: list[logging.Handler] = []
+    monkeypatch.setattr(logging, "basicConfig", lambda *, level, handlers: made.extend(handlers))
+    set_up_logging(ServerConfig(log_format=setting))
+    assert isinstance(made[0].formatter, JsonFormatter) is is_json
 
 
 def log_of(running_process: StartProcess, level: str) -> list[dict[str, Any]]:

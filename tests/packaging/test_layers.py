@@ -166,7 +166,7 @@ WITHIN: dict[str, dict[str, set[str]]] = {
             *("certificates", "composition", "environment", "listeners", "management", "security", "server"),
             *("take_over", "tenancy"),
         },
-        "__init__": {"composition", "listeners", "server", "shards"},
+        "__init__": {"composition", "listeners", "security", "server", "shards"},
         "__main__": set(),
     },
     "transports": {
