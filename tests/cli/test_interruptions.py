@@ -74,7 +74,7 @@ def test_a_measurement_that_is_interrupted_waits_for_the_calls_it_began() -> Non
 
     def step() -> None:
         signal.pthread_kill(main, signal.SIGINT)
-        late.append(ended.wait(0.2))
+        late.append(ended.wait(0.2))  # real time: the longest it looks for what must not come
 
     with pytest.raises(KeyboardInterrupt):
         measure.run([step, step], 600)

@@ -46,7 +46,9 @@ def refused(folder: Path, *arguments: str) -> "subprocess.CompletedProcess[bytes
 
 def demo_as_json(*arguments: str) -> Any:
     done = run_demo("--json", *arguments)
-    assert (done.returncode, done.stderr) == (0, "")
+    # A store that is closed may look at the cluster's file when its folder is removed.
+    noted = [line for line in done.stderr.splitlines() if "the view of the cluster stays as it is" not in line]
+    assert (done.returncode, noted) == (0, [])
     return json.loads(done.stdout)
 
 
