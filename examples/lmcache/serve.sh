@@ -12,7 +12,7 @@ infinistore --service-port 22345 --prealloc-size 64 &
 store=$!
 trap 'kill $(jobs -p)' EXIT
 infinistore stat --wait 600 >/dev/null &
-wait -n  # for the store to answer, or to fail
+wait -n $store $!  # for the store to answer, or to fail
 kill -0 $store
 
 # Workers must agree on the hash of a token block: without this, Python chooses another one in each process.

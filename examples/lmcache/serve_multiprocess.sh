@@ -8,7 +8,7 @@ trap 'kill $(jobs -p)' EXIT
 infinistore --service-port 22345 --prealloc-size 64 &
 store=$!
 infinistore stat --wait 600 >/dev/null &
-wait -n  # for the store to answer, or to fail
+wait -n $store $!  # for the store to answer, or to fail
 kill -0 $store
 
 # l2-adapter.args holds the flag --l2-adapter and its value, as a shell reads them.

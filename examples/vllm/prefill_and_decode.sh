@@ -9,11 +9,12 @@ infinistore --service-port 22345 --prealloc-size 64 &
 store=$!
 trap 'kill $(jobs -p)' EXIT
 infinistore stat --wait 600 >/dev/null &
-wait -n  # for the store to answer, or to fail
+wait -n $store $!  # for the store to answer, or to fail
 kill -0 $store
 CUDA_VISIBLE_DEVICES=0 vllm serve "$model" --port 8100 --kv-transfer-config "$(cat prefill.json)" &
+prefill=$!
 CUDA_VISIBLE_DEVICES=1 vllm serve "$model" --port 8200 --kv-transfer-config "$(cat decode.json)" &
-wait -n  # when one of them ends, all do
+wait -n $store $prefill $!  # when one of them ends, all do
 
 # What a proxy does with each request: first one token from the prefill engine, which answers when its blocks are stored,
 # then the same request to the decode engine, which reads them.

@@ -10,7 +10,7 @@ infinistore --service-port 22345 --prealloc-size 64 &
 store=$!
 trap 'kill $(jobs -p)' EXIT
 infinistore stat --wait 600 >/dev/null &
-wait -n  # for the store to answer, or to fail
+wait -n $store $!  # for the store to answer, or to fail
 kill -0 $store
 
 vllm serve "$model" --port 8000 --kv-transfer-config "$(cat both.json)"
