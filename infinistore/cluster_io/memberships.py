@@ -158,6 +158,7 @@ class FileMembership(RunningMembership):
                     with trio.move_on_after(_READ_AGAIN_S):
                         await watch.changed()
             except OSError as error:
+                await trio.lowlevel.checkpoint()  # whoever has ended this may have removed the folder then
                 self._tell(f"cannot be watched: {error.strerror}")
                 await self._read()
                 await trio.sleep(_RETRY_S)

@@ -2,6 +2,7 @@
 
 import json
 import os
+import shutil
 import socket
 import threading
 from collections.abc import Iterator
@@ -78,6 +79,33 @@ def test_a_listener_hears_nothing_after_its_membership_is_closed(tmp_path: Path)
     news.get(timeout=60)
     assert heard == []
     second.close()
+
+
+def test_a_folder_that_is_removed_after_the_membership_was_closed_is_not_missed(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Which of the two wakes the thread first is chance, so it is tried again."""
+    heard, removed = threading.Semaphore(0), threading.Semaphore(0)
+
+    def stand_still(_: View) -> None:
+        heard.release()
+        removed.acquire()
+
+    for number in range(20):
+        folder = tmp_path / str(number)
+        folder.mkdir()
+        url = write(folder / "a.json", "a")
+        membership = open_membership(url)
+        membership.wait_known(60)
+        (thread,) = threads()
+        membership.add_listener(stand_still)
+        write(folder / "a.json", "b")
+        heard.acquire()
+        membership.close()
+        shutil.rmtree(folder)
+        removed.release()
+        thread.join(60)
+    assert caplog.messages == []
 
 
 def test_waiting_for_a_view_that_does_not_come_says_why(tmp_path: Path) -> None:
