@@ -186,7 +186,7 @@ def run(steps: Sequence[Step], seconds: float) -> tuple[list[float], float]:
                 thread.start()
                 started.callback(thread.join)
         except BaseException:  # no room for so many: those that have started wait for it
-            runner.start.abort()
+            runner.abort()
             raise
     if runner.failure is not None:
         raise runner.failure.again()
@@ -200,7 +200,7 @@ class _Runner:
         self.elapsed_s = 0.0
         self._seconds = seconds
         self._stopped = False
-        self.start = threading.Barrier(threads)
+        self._start = threading.Barrier(threads)
         self._lock = threading.Lock()
 
     @contextmanager
@@ -219,6 +219,10 @@ class _Runner:
         if self._stopped:
             raise KeyboardInterrupt
 
+    def abort(self) -> None:
+        """Let no thread wait for the others."""
+        self._start.abort()
+
     def _stop(self, *_: object) -> None:
         self._stopped = True
 
@@ -227,13 +231,13 @@ class _Runner:
             for _ in range(_WARM_UP_ROUNDS):
                 if not self._stopped:
                     step()
-            self.start.wait()
+            self._start.wait()
             self._measure(step)
         except threading.BrokenBarrierError:  # another thread failed, and has said why
             pass
         except BaseException as error:  # noqa: BLE001 - raised again by the thread that waits
             self.failure = self.failure or KeptError(error)
-            self.start.abort()
+            self.abort()
 
     def _measure(self, step: Step) -> None:
         times: list[float] = []

@@ -2,7 +2,7 @@
 return.
 """
 
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Iterable
 from typing import Any
 
 import attrs
@@ -151,9 +151,11 @@ async def outcome(call: Awaitable[Any]) -> tuple[Any, InfiniStoreException | Non
         return None, error
 
 
-async def works_again(store: AsyncStore) -> None:
-    """Wait until the store answers: now, or once its breaker has let a probe through
-    that a busy machine answered in time.
-    """
-    while (await outcome(store.exists_many(list(OLD))))[1] is not None:
-        pass
+async def works_again(store: AsyncStore, tries: Iterable[object] = range(1000)) -> None:
+    """The store answers, now or once its breaker has let a probe through."""
+    error: InfiniStoreException | None = None
+    for _ in tries:
+        _, error = await outcome(store.exists_many(list(OLD)))
+        if error is None:
+            return
+    raise AssertionError("the store did not recover") from error

@@ -19,6 +19,7 @@ from typing import Any
 import pytest
 
 from infinistore import blocking
+from infinistore.cli.failures import UNAVAILABLE
 from infinistore.cli.root import run
 from infinistore.cluster.documents import Drain, write_drain
 from infinistore.cluster.etcd.layout import Layout
@@ -50,7 +51,9 @@ class Nodes:
 
     def begin_drain(self, member: Member) -> None:
         """Ask it to drain; again, if a busy machine has kept etcd from answering."""
-        until(lambda: self.drain(member, "--timeout", "0")[0] == 0)
+        while (code := self.drain(member, "--timeout", "0")[0]) == UNAVAILABLE:
+            pass
+        assert code == 0
 
     def add(self, member: Member, *words: str) -> tuple[int, str, str]:
         return self.command("add", member.address, self.url, *words)
