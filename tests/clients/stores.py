@@ -38,6 +38,7 @@ __all__ = [
     "STORES",
     "Loops",
     "Opened",
+    "damage",
     "differing",
     "servers_lack",
     "shorten_deadline",
@@ -74,6 +75,15 @@ class Opened:
     look: Callable[[Callable[[], Any]], Any]
     batch_keys: int
     server: RunningServer | None = None
+
+
+def damage(core: StoreCore, *keys: str, byte: int = 0) -> None:
+    """Change a byte of each of these blocks behind the store's back."""
+    core.commit_written()
+    for key in keys:
+        entry = core.index.get(key)
+        assert entry is not None
+        core.pool.view(entry[:3])[byte] ^= 1
 
 
 Opener: TypeAlias = Callable[[Loops, ServerConfig, dict[str, Any], int], AbstractContextManager[Opened]]

@@ -8,6 +8,7 @@ import random
 import sys
 import threading
 from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from functools import partial
 from types import FrameType, SimpleNamespace
@@ -16,6 +17,7 @@ from typing import Any, TypeVar
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from xxhash import xxh3_64_intdigest
 
 from infinistore.client.environment import Environment
 from infinistore.client.memory import copying as copy_threads
@@ -25,7 +27,7 @@ from infinistore.errors import ChecksumMismatch
 from infinistore.protocol.effects import Exchange, Pause
 from tests.bad_days.test_fork import in_child
 from tests.clients.conftest import Remotes
-from tests.clients.stores import Opened
+from tests.clients.stores import damage
 from tests.server.running import MIB
 
 _T = TypeVar("_T")
@@ -65,11 +67,13 @@ def copy(
     return copier.copy(iter(sources), iter(targets), sizes, sum(sizes), hash_targets=hash_targets)
 
 
-def wait_until_ready(copier: CopyThreads, least_batch_bytes: int) -> None:
-    """Have the threads made, by a first batch, and wait until one has loaded numpy."""
-    sizes = [1, least_batch_bytes]
-    run(copy(copier, bytes(sum(sizes)), bytearray(sum(sizes)), sizes))
-    catch_up(copier)
+def check_copy(copier: CopyThreads, data: bytes, sizes: Sequence[int], *, hash_targets: bool = False) -> None:
+    """Copy blocks, which arrive, and nobody keeps their memory."""
+    target = bytearray(len(data))
+    hashes = run(copy(copier, data, target, sizes, hash_targets=hash_targets))
+    assert len(hashes) == len(sizes) * hash_targets
+    assert target == data
+    target.append(0)  # which no view of it allows
 
 
 def catch_up(copier: CopyThreads) -> None:
@@ -91,7 +95,8 @@ def threads(count: int, least_batch_bytes: int = 1) -> Iterator[CopyThreads]:
     """So many threads that share whatever has two blocks."""
     copier = CopyThreads(count, least_batch_bytes=least_batch_bytes, least_block_bytes=1)
     try:
-        wait_until_ready(copier, least_batch_bytes)
+        check_copy(copier, bytes(1 + least_batch_bytes), [1, least_batch_bytes])  # which makes the threads
+        catch_up(copier)  # one has loaded numpy
         yield copier
     finally:
         copier.close()
@@ -201,34 +206,24 @@ def test_any_batch_arrives_with_the_hashes_that_one_thread_makes(
 
 def test_callers_share_the_helpers() -> None:
     sizes = [1000, 1, 77, 5000] * 5
-    wrong: list[int] = []
 
     def call(seed: int) -> None:
         data = random.Random(seed).randbytes(sum(sizes))
+        expected = [xxh3_64_intdigest(view) for view in views_of(data, sizes)]
         for _ in range(20):
-            target, alone = bytearray(len(data)), bytearray(len(data))
-            hashes = run(copy(copier, data, target, sizes, hash_targets=True))
-            if target != data or hashes != run(
-                copy_blocks(views_of(data, sizes), views_of(alone, sizes), hash_targets=True)
-            ):
-                wrong.append(seed)
+            target = bytearray(len(data))
+            assert run(copy(copier, data, target, sizes, hash_targets=True)) == expected
+            assert target == data
 
-    with threads(3, 4000) as copier:
-        callers = [threading.Thread(target=call, args=(seed,)) for seed in range(4)]
-        for caller in callers:
-            caller.start()
-        for caller in callers:
-            caller.join()
-    assert not wrong
+    with threads(3, 4000) as copier, ThreadPoolExecutor(4) as callers:
+        list(callers.map(call, range(4)))
 
 
 # Who takes part
 
 
 def test_a_helper_copies_while_the_caller_does(copier: CopyThreads, numpy: FakeNumpy) -> None:
-    target = bytearray(8)  # the caller's copy does not end before the helper's has begun
-    assert len(run(copy(copier, b"abcdefgh", target, [4, 4], hash_targets=True))) == 2
-    assert target == b"abcdefgh"
+    check_copy(copier, b"abcdefgh", [4, 4], hash_targets=True)  # the caller's ends when the helper's has begun
     assert (numpy.copies, numpy.at_work) == (2, 0)
 
 
@@ -254,10 +249,7 @@ def test_blocks_that_are_each_longer_than_a_part_are_shared_too(numpy: FakeNumpy
 )
 def test_what_is_not_worth_it_makes_no_thread(sizes: list[int], threads: int) -> None:
     copier = CopyThreads(threads)
-    data = random.Random(1).randbytes(sum(sizes))
-    target = bytearray(len(data))
-    run(copy(copier, data, target, sizes))
-    assert target == data
+    check_copy(copier, random.Random(1).randbytes(sum(sizes)), sizes)
     assert not copier.helpers
 
 
@@ -267,54 +259,47 @@ def test_there_are_no_more_threads_than_cores(monkeypatch: pytest.MonkeyPatch) -
         assert len(copier.helpers) == 1
 
 
-def test_without_numpy_the_caller_copies_alone(monkeypatch: pytest.MonkeyPatch) -> None:
-    def import_module(name: str) -> Any:
-        raise ModuleNotFoundError(f"No module named {name!r}")
+def no_numpy(name: str) -> Any:
+    raise ModuleNotFoundError(f"No module named {name!r}")
 
-    monkeypatch.setattr(copy_threads, "importlib", SimpleNamespace(import_module=import_module))
+
+def no_thread(_: threading.Thread) -> None:
+    raise RuntimeError("can't start new thread")
+
+
+@pytest.mark.parametrize(
+    ("owner", "name", "refused"),
+    [(copy_threads, "importlib", SimpleNamespace(import_module=no_numpy)), (threading.Thread, "start", no_thread)],
+    ids=["numpy", "threads"],
+)
+def test_without_numpy_or_threads_the_caller_copies_alone(
+    owner: object, name: str, refused: object, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(owner, name, refused)
     copier = CopyThreads(2, least_batch_bytes=1, least_block_bytes=1)
     for _ in range(2):
-        target = bytearray(4)
-        assert len(run(copy(copier, b"abcd", target, [1, 3], hash_targets=True))) == 2
-        assert target == b"abcd"
+        check_copy(copier, b"abcd", [1, 3], hash_targets=True)
         for thread in copier.helpers:
             thread.join()
-    copier.close()
-
-
-def test_a_process_that_gets_no_more_threads_copies_alone(monkeypatch: pytest.MonkeyPatch) -> None:
-    def start(_: threading.Thread) -> None:
-        raise RuntimeError("can't start new thread")
-
-    monkeypatch.setattr(threading.Thread, "start", start)
-    copier = CopyThreads(2, least_batch_bytes=1, least_block_bytes=1)
-    target = bytearray(4)
-    run(copy(copier, b"abcd", target, [1, 3]))
-    assert target == b"abcd"
     copier.close()
 
 
 # Nobody is at work when it is over
 
 
-def test_an_error_of_the_caller_waits_for_the_helper(copier: CopyThreads, numpy: FakeNumpy) -> None:
-    numpy.caller_fails = MemoryError("in the caller")
-    with pytest.raises(MemoryError, match="in the caller"):
-        run(copy(copier, bytes(12), bytearray(12), [4, 4, 4]))
-    assert (numpy.copies, numpy.at_work) == (2, 0)
-
-
-def test_an_error_of_the_helper_is_raised_by_the_caller(copier: CopyThreads, numpy: FakeNumpy) -> None:
-    numpy.helper_fails = MemoryError("in the helper")
+@pytest.mark.parametrize(("who", "copies"), [("caller", 2), ("helper", 3)])
+def test_an_error_of_either_is_raised_when_nobody_is_at_work(
+    copier: CopyThreads, numpy: FakeNumpy, who: str, copies: int
+) -> None:
+    error = MemoryError(f"in the {who}")
+    setattr(numpy, f"{who}_fails", error)
     with pytest.raises(MemoryError) as raised:
-        run(copy(copier, bytes(8), bytearray(8), [4, 4]))
-    assert raised.value is numpy.helper_fails
+        run(copy(copier, bytes(12), bytearray(12), [4, 4, 4]))
+    assert raised.value is error
     assert "copyto" in [entry.name for entry in raised.traceback]
-    assert numpy.at_work == 0
-    numpy.helper_fails = None  # and the threads go on
-    target = bytearray(8)
-    run(copy(copier, b"abcdefgh", target, [4, 4]))
-    assert target == b"abcdefgh"
+    assert (numpy.copies, numpy.at_work) == (copies, 0)
+    setattr(numpy, f"{who}_fails", None)  # and the threads go on
+    check_copy(copier, b"abcdefgh", [4, 4])
 
 
 @pytest.mark.parametrize("interruptions", [1, 2, 5])
@@ -391,18 +376,19 @@ def is_interrupted_at(step: int, call: Callable[[], None]) -> bool:
     return False
 
 
-@pytest.mark.parametrize("fault", ["released source", "read-only target", "other length", "other count"])
+FAULTS: dict[str, Callable[[list[memoryview], list[memoryview]], object]] = {
+    "released source": lambda sources, targets: sources[2].release(),
+    "read-only target": lambda sources, targets: targets.insert(2, targets.pop(2).toreadonly()),
+    "other length": lambda sources, targets: sources.insert(2, sources.pop(2)[:1]),
+    "other count": lambda sources, targets: sources.pop(),
+}
+
+
+@pytest.mark.parametrize("fault", FAULTS)
 def test_memory_that_cannot_be_copied_is_an_error_and_nobody_keeps_it(fault: str) -> None:
     memory = bytearray(16)
     sources, targets = views_of(bytes(16), [4] * 4), views_of(memory, [4] * 4)
-    if fault == "released source":
-        sources[2].release()
-    elif fault == "read-only target":
-        targets[2] = targets[2].toreadonly()
-    elif fault == "other length":
-        sources[2] = sources[2][:1]
-    else:
-        sources.pop()
+    FAULTS[fault](sources, targets)
     with threads(2) as copier:
         with pytest.raises(ValueError) as raised:  # noqa: PT011  # numpy's own words
             run(copier.copy(sources, targets, [4] * 4, 16, hash_targets=True))
@@ -437,14 +423,6 @@ def test_a_helper_that_comes_late_touches_nothing(numpy: FakeNumpy) -> None:
         assert target == b"newdef\0"
 
 
-def test_the_memory_is_the_callers_own_again_after_each_copy() -> None:
-    with threads(3) as copier:
-        for size in range(1, 50):
-            target = bytearray(2 * size)
-            run(copy(copier, bytes(2 * size), target, [size, size]))
-            target.append(0)
-
-
 # The end
 
 
@@ -455,9 +433,7 @@ def test_close_ends_the_threads_and_the_caller_copies_alone() -> None:
         for _ in range(2):
             copier.close()
             assert not any(thread.is_alive() for thread in helpers)
-            target = bytearray(4)
-            run(copy(copier, b"abcd", target, [1, 3]))
-            assert target == b"abcd"
+            check_copy(copier, b"abcd", [1, 3])
         assert not copier.helpers
 
 
@@ -472,9 +448,7 @@ def test_close_during_a_copy_lets_it_end(copier: CopyThreads, numpy: FakeNumpy) 
             super().copyto(target, source)
 
     copier.numpy = CallersLock.numpy = Closing()
-    target = bytearray(8)
-    run(copy(copier, b"abcdefgh", target, [4, 4]))
-    assert target == b"abcdefgh"
+    check_copy(copier, b"abcdefgh", [4, 4])
     closer.join()
     assert not helper.is_alive()
 
@@ -486,9 +460,7 @@ def test_a_child_that_is_forked_during_a_copy_copies_alone_and_the_parent_goes_o
     def check() -> None:
         monkeypatch.setattr(copy_threads, "threading", threading)
         copier.let_go()
-        target = bytearray(6)
-        run(copy(copier, b"abcdef", target, [3, 3]))
-        assert target == b"abcdef"
+        check_copy(copier, b"abcdef", [3, 3])
         copier.close()
 
     class Forking(FakeNumpy):
@@ -499,9 +471,7 @@ def test_a_child_that_is_forked_during_a_copy_copies_alone_and_the_parent_goes_o
             super().copyto(target, source)
 
     copier.numpy = CallersLock.numpy = Forking()
-    target = bytearray(6)
-    run(copy(copier, b"abcdef", target, [3, 3]))
-    assert target == b"abcdef"
+    check_copy(copier, b"abcdef", [3, 3])
     catch_up(copier)
 
 
@@ -535,18 +505,6 @@ class Copiers:
 @pytest.fixture
 def copiers() -> Copiers:
     return Copiers()
-
-
-def damage(opened: Opened, key: str) -> None:
-    """Change the last byte of a stored block behind the store's back."""
-
-    def change() -> None:
-        opened.core.commit_written()
-        entry = opened.core.index.get(key)
-        assert entry is not None
-        opened.core.pool.view(entry[:3])[-1] ^= 1
-
-    opened.look(change)
 
 
 def long_batch(seed: int) -> dict[str, bytes]:
@@ -585,7 +543,7 @@ def test_a_damaged_block_of_a_long_batch_is_found(remotes: Remotes, copiers: Cop
     opened.store.put_many(batch)
     catch_up(copiers.made[0])
     copiers.shared = 0
-    damage(opened, "1/7")
+    opened.look(lambda: damage(opened.core, "1/7", byte=-1))
     with pytest.raises(ChecksumMismatch, match="1/7"):
         opened.store.get_many(batch)
     assert copiers.shared == 1

@@ -13,13 +13,12 @@ from typing import Any
 import numpy as np
 import pytest
 
-from infinistore.blocking import BlockingStore
 from infinistore.client.memory.views import PrivateBlocks
 from infinistore.errors import ChecksumMismatch, LeaseStillInUse, LimitExceeded, OutOfMemory, ValueTooLarge
 from infinistore.protocol.messages import MISSING
 from infinistore.statistics import StoreStatistics
 from tests.clients.conftest import Remotes
-from tests.clients.stores import SILENT, STORES, Loops, Opened, differing
+from tests.clients.stores import STORES, Loops, Opened, damage, differing
 from tests.server.running import KIB, MIB, make_config
 
 BLOCKS = {"a": b"a" * 70_000, "b": bytes(range(256)) * 512, "short": b"short"}
@@ -56,35 +55,10 @@ def statistics(opened: Opened) -> StoreStatistics:
 # Reading
 
 
-@pytest.mark.parametrize("verify", [False, True])
-def test_a_lease_gives_read_only_views_and_none_for_what_is_missing(opened: Opened, verify: bool) -> None:
-    opened.store.put_many(BLOCKS)
-    with opened.store.lease(["a", "missing", "short", "b", "a"], verify=verify) as views:
-        assert [view if view is None else bytes(view) for view in views] == [
-            BLOCKS["a"],
-            None,
-            BLOCKS["short"],
-            BLOCKS["b"],
-            BLOCKS["a"],
-        ]
-        assert all(view is None or view.readonly for view in views)
-        if is_in_place(opened):
-            assert statistics(opened).leases == 1
-    assert statistics(opened).leases == 0
-
-
-def test_a_lease_of_nothing_and_one_of_what_is_missing_pin_nothing(opened: Opened) -> None:
-    with opened.store.lease([]) as nothing, opened.store.lease(["missing"], verify=True) as missing:
-        assert (nothing, missing) == ([], [None])
-        assert statistics(opened).pinned_bytes == 0
-
-
 def test_a_lease_used_after_its_block_is_a_value_error(opened: Opened) -> None:
     opened.store.put_many(BLOCKS)
     with opened.store.lease(["a"]) as views:
-        (view,) = views
-        assert view is not None
-        del view
+        pass
     assert views[0] is not None
     with pytest.raises(ValueError, match="released memoryview"):
         bytes(views[0])
@@ -192,16 +166,6 @@ def test_the_last_array_may_die_in_another_thread_in_a_cycle_or_inside_a_call(op
     assert statistics(opened).leases == 0
 
 
-def test_a_lease_goes_in_as_many_parts_as_the_server_makes_of_it(remotes: Remotes) -> None:
-    opened = remotes.open(max_batch_keys=3, max_batch_bytes=64 * KIB, max_value_bytes=64 * KIB)
-    items = {f"key {index}": os.urandom(20 * KIB) for index in range(20)}
-    opened.store.put_many(items)
-    with opened.store.lease([*items, "missing"], verify=True) as views:
-        assert [view if view is None else bytes(view) for view in views] == [*items.values(), None]
-        del views
-    assert statistics(opened).leases == 0
-
-
 def test_a_part_that_is_read_again_takes_the_place_of_the_first_attempt() -> None:
     blocks = PrivateBlocks()
     blocks.room([3, MISSING], 0)
@@ -211,42 +175,15 @@ def test_a_part_that_is_read_again_takes_the_place_of_the_first_attempt() -> Non
     assert [view if view is None else bytes(view) for view in blocks.views] == [bytes(3), None, b"new", None, b"other"]
 
 
-def test_a_lease_finds_what_has_rotted_if_it_is_told_to(opened: Opened) -> None:
+def test_a_lease_that_finds_rotten_bytes_pins_nothing_while_its_error_is_kept(opened: Opened, torch: Any) -> None:
     opened.store.put_many(BLOCKS)
-    opened.core.commit_written()
-    entry = opened.core.index.get("b")
-    assert entry is not None
-    opened.core.pool.view(entry[:3])[7] ^= 1
-    with pytest.raises(ChecksumMismatch, match="1 of 2 blocks"), opened.store.lease(["a", "b"], verify=True):
+    opened.look(lambda: damage(opened.core, "b"))
+    found = pytest.raises(ChecksumMismatch, match=r"1 of \d blocks .* 'b'")
+    with found as kept, opened.store.lease(["a", "missing", "b"], verify=True):
         pass
     assert not opened.store.exists("b")  # the server has looked, too
     assert statistics(opened).leases == 0
-
-
-def test_a_lease_that_failed_pins_nothing_while_its_error_is_kept(opened: Opened, torch: Any) -> None:
-    opened.store.put_many(BLOCKS)
-    opened.core.commit_written()
-    entry = opened.core.index.get("b")
-    assert entry is not None
-    opened.core.pool.view(entry[:3])[7] ^= 1
-    with pytest.raises(ChecksumMismatch) as kept, opened.store.lease(["a", "missing", "b"], verify=True):
-        pass
-    assert statistics(opened).leases == 0
     assert kept.value.__traceback__ is not None  # whose frames have the variables of the call
-
-
-def test_what_one_client_pins_is_bounded_and_that_is_said(opened: Opened) -> None:
-    blocks = {f"key {index}": bytes([index]) * MIB for index in range(3)}
-    opened.store.put_many(blocks)
-    with opened.store.lease(["key 0", "key 1"]) as views:
-        if is_in_place(opened):
-            with pytest.raises(LimitExceeded, match=r"max_pinned_ratio.*release"), opened.store.lease(["key 2"]):
-                pass
-        assert views[1] is not None
-        assert views[1][5] == 1
-    with opened.store.lease(["key 2"]) as views:
-        assert views[0] is not None
-        assert views[0][5] == 2
 
 
 def test_leases_count_together_whatever_was_reserved_in_between(opened: Opened, torch: Any) -> None:
@@ -256,35 +193,14 @@ def test_leases_count_together_whatever_was_reserved_in_between(opened: Opened, 
             room[0][:] = bytes(100 * KIB)
         with opened.store.lease(["key 1"]) as more:
             if is_in_place(opened):
-                with pytest.raises(LimitExceeded, match="max_pinned_ratio"), opened.store.lease(["key 2"]):
+                with pytest.raises(LimitExceeded, match=r"max_pinned_ratio.*release"), opened.store.lease(["key 2"]):
                     pass
             assert len(views + more) == 2
+    with opened.store.lease(["key 2"]) as views:
+        assert [view and bytes(view) for view in views] == [bytes(MIB)]
 
 
 # Writing
-
-
-def test_what_is_reserved_is_seen_by_nobody_before_the_block_is_left_and_by_all_then(opened: Opened) -> None:
-    opened.store.put("a", b"old")
-    with opened.store.reserve({key: len(value) for key, value in BLOCKS.items()}) as views:
-        assert [len(view) for view in views] == [len(value) for value in BLOCKS.values()]
-        for view, value in zip(views, BLOCKS.values(), strict=True):
-            view[:] = value
-        assert opened.store.get_many(BLOCKS) == [bytearray(b"old"), None, None]
-    assert opened.store.get_many(BLOCKS) == list(map(bytearray, BLOCKS.values()))
-    with pytest.raises(ValueError, match="released memoryview"):
-        views[0][0] = 1
-    assert statistics(opened).reservations == 0
-
-
-def test_a_reservation_that_is_left_by_an_error_stores_nothing_and_gives_its_room_back(opened: Opened) -> None:
-    for _ in range(3):
-        with pytest.raises(KeyError), opened.store.reserve({"a": MIB, "b": MIB}) as views:  # noqa: PT012
-            views[0][:3] = b"abc"
-            raise KeyError
-        assert opened.store.exists_many(["a", "b"]) == [False, False]
-        found = statistics(opened)
-        assert (found.reservations, found.used_bytes) == (0, 0)
 
 
 def test_the_room_of_a_failed_reservation_is_nobody_elses_while_an_array_can_write_there(opened: Opened) -> None:
@@ -336,6 +252,8 @@ def test_a_reservation_that_cannot_be_is_refused_and_the_store_goes_on(opened: O
             pass
     with opened.store.reserve({"a": 3}) as views:
         views[0][:] = b"abc"
+    with pytest.raises(ValueError, match="released memoryview"):
+        views[0][0] = 1
     assert opened.store.get("a") == b"abc"
     assert statistics(opened).reservations == 0
 
@@ -348,37 +266,3 @@ def test_a_reservation_is_never_split(remotes: Remotes) -> None:
     with opened.store.reserve({"one": 64 * KIB}) as views:
         views[0][:] = bytes(64 * KIB)
     assert opened.store.get("one") == bytes(64 * KIB)
-
-
-def test_a_reservation_of_nothing_stores_nothing(opened: Opened) -> None:
-    with opened.store.reserve({}) as views:
-        assert views == []
-    assert statistics(opened).keys == 0
-
-
-@pytest.mark.parametrize(
-    ("sizes", "error"),
-    [
-        ([("a", 1)], TypeError),
-        ({"a": 0}, ValueError),
-        ({"a": -1}, ValueError),
-        ({"": 1}, ValueError),
-        ({"a": 1.0}, TypeError),
-        ({"a": True}, TypeError),
-        ({"k" * 1025: 1}, ValueError),
-        ({5: 1}, TypeError),
-    ],
-)
-@pytest.mark.parametrize("store", SILENT.values(), ids=SILENT)
-def test_sizes_that_make_no_sense_are_refused_before_anything_is_sent(
-    store: BlockingStore, sizes: Any, error: type[Exception]
-) -> None:
-    with pytest.raises(error):
-        store.reserve(sizes)
-
-
-@pytest.mark.parametrize("keys", ["abc", [""], ["k" * 1025], [5]])
-@pytest.mark.parametrize("store", SILENT.values(), ids=SILENT)
-def test_keys_that_make_no_sense_are_refused_before_anything_is_sent(store: BlockingStore, keys: Any) -> None:
-    with pytest.raises((ValueError, TypeError)):
-        store.lease(keys)

@@ -6,8 +6,8 @@ and not a moment less.
 """
 
 import gc
-import threading
-import warnings
+from collections.abc import Awaitable, Callable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -18,17 +18,18 @@ import trio
 import infinistore
 from infinistore import blocking
 from infinistore.client import AsyncStore
-from infinistore.errors import DeadlineExceeded, LeaseStillInUse, LimitExceeded, StoreUnavailable
+from infinistore.errors import DeadlineExceeded, LimitExceeded, StoreUnavailable
 from infinistore.server.connection import MOST_OPEN
 from tests.bad_days.test_fork import in_child
 from tests.clients import own_reading
-from tests.clients.on_this_host import mapped_pools, open_files, run_client, serving, shm
+from tests.clients.on_this_host import best, mapped_pools, open_files, run_client, serving, shm
 from tests.clients.shared_serving import Shared, shared_serving
 from tests.clients.stores import Loops, shorten_deadline
 from tests.clients.test_cancellation import cancel_at_each_await
-from tests.server.running import KIB, MIB, RunningServer
+from tests.server.running import KIB, MIB, until
 
 BLOCKS = {"a": bytes(range(256)) * 800, "b": b"b" * 70_000}
+LARGE = {"a": b"a" * (3 * MIB), "b": b"b" * (3 * MIB), "c": b"c" * 10}
 pytestmark = pytest.mark.filterwarnings("ignore::infinistore.LeaseStillInUse")
 
 
@@ -36,16 +37,6 @@ async def arrays_of(store: AsyncStore, *keys: str) -> list[Any]:
     """Arrays that outlive the block of their lease."""
     async with store.lease(list(keys)) as views:
         return [np.frombuffer(view, np.uint8) for view in views if view is not None]
-
-
-async def until(server: RunningServer, **expected: int) -> None:
-    """Wait until the server's figures are these; fails if they never are."""
-    with trio.fail_after(60):
-        while True:
-            found = server.core.statistics()
-            if all(getattr(found, name) == value for name, value in expected.items()):
-                return
-            await trio.lowlevel.checkpoint()
 
 
 # The store goes
@@ -61,12 +52,12 @@ async def test_an_array_outlives_its_store_and_the_connection_closes_with_the_ar
         async with infinistore.open_store(shm(tmp_path)) as other:
             for index in range(20):
                 await other.put(f"filler {index}", bytes(500 * KIB))
-        await until(server, leases=1, clients=1, quarantined_bytes=0)
+        await server.until(leases=1, clients=1, quarantined_bytes=0)
         assert server.server.telemetry.statistics().connections_open == 1
         assert [array.tobytes() for array in arrays] == list(BLOCKS.values())
         part = arrays[1][:10]
         del arrays
-        await until(server, leases=1)
+        await server.until(leases=1)
         del part
         await server.quiet()
         assert server.core.statistics().condemned_bytes == 0
@@ -85,26 +76,16 @@ def test_an_array_outlives_an_embedded_store() -> None:
     assert mapped_pools() == mapped
 
 
-async def test_a_block_that_is_left_after_its_store_was_closed_stores_nothing(tmp_path: Path) -> None:
-    async with serving(tmp_path) as server:
-        with pytest.raises(StoreUnavailable, match="closed"):  # noqa: PT012
-            async with infinistore.open_store(shm(tmp_path)) as store:
-                reservation = store.reserve({"key": 5})
-                (view,) = await reservation.__aenter__()
-            view[:] = b"value"
-            await reservation.__aexit__(None, None, None)
-        del view
-        await server.quiet()
-        assert server.core.keys() == []
-
-
-def test_a_reservation_of_an_embedded_store_that_is_left_after_the_store_stores_nothing() -> None:
-    with pytest.raises(StoreUnavailable, match="closed"):  # noqa: PT012
-        with blocking.open_store(pool_bytes=MIB) as store:
-            reservation = store.reserve({"key": 5})
-            (view,) = reservation.__enter__()
-        view[:] = b"value"
+@pytest.mark.parametrize("kind", ["embedded", "shm"])
+def test_a_block_that_is_left_after_its_store_was_closed_stores_nothing(one_kind: Shared, kind: str) -> None:
+    with one_kind.entered() if kind == "shm" else blocking.open_store(pool_bytes=MIB) as store:
+        reservation = store.reserve({"key": 5})
+        (view,) = reservation.__enter__()
+    view[:] = b"value"
+    with pytest.raises(StoreUnavailable, match="closed"):
         reservation.__exit__(None, None, None)
+    del view
+    one_kind.until(clients=0, reservations=0, keys=0)
 
 
 # The server is stopped
@@ -145,40 +126,62 @@ def test_releases_that_a_stopped_server_does_not_read_are_sent_later(loops: Loop
 # Calls and connections
 
 
+async def put(store: AsyncStore) -> None:
+    await store.put("new", LARGE["a"])
+
+
+async def reserve(store: AsyncStore) -> None:
+    async with store.reserve({"new": len(LARGE["a"])}) as views:
+        views[0][:] = LARGE["a"]
+        await trio.lowlevel.checkpoint()
+        del views
+
+
+async def get(store: AsyncStore) -> None:
+    assert await store.get_many(LARGE) == list(map(bytearray, LARGE.values()))
+
+
+async def get_into(store: AsyncStore) -> None:
+    buffers = [bytearray(len(value)) for value in LARGE.values()]
+    await store.get_many_into(list(zip(LARGE, buffers, strict=True)))
+    assert buffers == list(LARGE.values())
+
+
+async def lease(store: AsyncStore) -> None:
+    async with store.lease(list(LARGE), verify=True) as views:
+        assert all(views)
+        await trio.lowlevel.checkpoint()
+        del views
+
+
 @pytest.mark.parametrize("older", [False, True], ids=["", "with an older lease"])
-@pytest.mark.parametrize("method", ["lease", "reserve"])
+@pytest.mark.parametrize("call", [put, reserve, get, get_into, lease])
 async def test_a_call_that_is_cancelled_anywhere_leaves_nothing_pinned_but_what_is_in_use(
-    tmp_path: Path, method: str, older: bool
+    tmp_path: Path, call: Callable[[AsyncStore], Awaitable[None]], older: bool
 ) -> None:
-    async with serving(tmp_path) as server, infinistore.open_store(f"unix://{tmp_path}/store.sock") as keeper:
-        await keeper.put_many(BLOCKS)
+    async with serving(tmp_path, prealloc_bytes=16 * MIB) as server, infinistore.open_store(best(server)) as keeper:
+        await keeper.put_many(LARGE)
         held: list[Any] = []
 
-        async def call() -> None:
-            async with infinistore.open_store(shm(tmp_path)) as store:
+        async def use() -> None:
+            async with infinistore.open_store(best(server), inline_bytes=0, copy_threads=1) as store:
                 if older:
-                    held.extend(await arrays_of(store, "a"))
-                if method == "lease":
-                    async with store.lease(["a", "b"], verify=True) as views:
-                        assert all(views)
-                        await trio.lowlevel.checkpoint()
-                        del views
-                else:
-                    async with store.reserve({"new": 100_000}) as views:
-                        views[0][:] = bytes(100_000)
-                        await trio.lowlevel.checkpoint()
-                        del views
+                    held.extend(await arrays_of(store, "c"))
+                for _ in range(3):  # what it has read is read again without asking
+                    await call(store)
 
         async def after() -> None:
-            with trio.fail_after(60):
-                while (found := server.core.statistics()).leases + found.reservations > bool(held):
-                    await trio.lowlevel.checkpoint()
-            assert [array.tobytes() for array in held] == [BLOCKS["a"]] * bool(held)
+            await until(lambda: (found := server.core.statistics()).leases + found.reservations <= bool(held))
+            assert [array.tobytes() for array in held] == [LARGE["c"]] * bool(held)
             held.clear()
-            await until(server, leases=0, reservations=0, quarantined_bytes=0)
-            assert await keeper.get_many(["new"]) in ([None], [bytearray(100_000)])
+            await until(lambda: server.server.telemetry.statistics().connections_open == 1)
+            await server.until(leases=0, reservations=0, pinned_bytes=0, quarantined_bytes=0)
+            assert await keeper.get_many(["new"]) in ([None], [bytearray(LARGE["a"])])
+            assert await keeper.get("c") == LARGE["c"]
 
-        assert await cancel_at_each_await(call, after) > 4
+        before = open_files()
+        assert await cancel_at_each_await(use, after) > 7
+        assert open_files() <= before + 1
 
 
 async def give_up_a_lease(store: AsyncStore, key: str) -> None:
@@ -210,9 +213,9 @@ async def test_a_lease_call_that_is_given_up_does_not_take_older_leases_of_its_c
         newer = await arrays_of(store, "filler 19")  # by another connection
         assert newer[0].tobytes() == bytes(500 * KIB)
         held.clear()
-        await until(server, leases=1)
+        await server.until(leases=1)
         newer.clear()
-        await until(server, leases=0)
+        await server.until(leases=0)
 
 
 async def test_a_lease_call_that_is_given_up_before_it_asks_for_a_lease_takes_no_older_one_with_it(
@@ -232,7 +235,7 @@ async def test_a_lease_call_that_is_given_up_before_it_asks_for_a_lease_takes_no
             await other.put(f"filler {index}", bytes(500 * KIB))
         assert held[0].tobytes() == BLOCKS["a"]
         held.clear()
-        await until(server, leases=0)
+        await server.until(leases=0)
 
 
 async def test_too_many_leases_on_one_connection_are_refused_and_later_ones_are_not(tmp_path: Path) -> None:
@@ -244,9 +247,9 @@ async def test_too_many_leases_on_one_connection_are_refused_and_later_ones_are_
         del held[7:]
         held.append(await arrays_of(store, "a"))
         await store.exists("a")  # the server lags behind: what it had no room for is sent with the next call
-        await until(server, leases=8)
+        await server.until(leases=8)
         held.clear()
-        await until(server, leases=0)
+        await server.until(leases=0)
 
 
 async def test_open_blocks_take_no_turns_of_other_calls(tmp_path: Path) -> None:
@@ -291,30 +294,20 @@ async def test_without_shared_writes_a_reservation_is_of_private_memory(tmp_path
 def test_arrays_die_in_many_threads_while_others_lease_and_look_up(loops: Loops) -> None:
     with shared_serving(loops, "threads", prealloc_bytes=16 * MIB) as shared, shared.entered() as store:
         store.put_many(BLOCKS)
-        failures: list[BaseException] = []
         dying: list[list[Any]] = []
 
-        def work() -> None:
-            try:
-                for _ in range(60):
-                    dying.append(own_reading.arrays_of(store, "a", "b"))
-                    assert dying[-1][0][77] == 77
-                    store.exists("a")
-                    with store.reserve({"c": 3}) as views:
-                        views[0][:] = b"abc"
-                    if len(dying) > 5:
-                        del dying[:3]
-            except BaseException as error:  # noqa: BLE001
-                failures.append(error)
+        def work(_: int) -> None:
+            for _ in range(60):
+                dying.append(own_reading.arrays_of(store, "a", "b"))
+                assert dying[-1][0][77] == 77
+                store.exists("a")
+                with store.reserve({"c": 3}) as views:
+                    views[0][:] = b"abc"
+                if len(dying) > 5:
+                    del dying[:3]
 
-        threads = [threading.Thread(target=work) for _ in range(4)]
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore", LeaseStillInUse)
-            for thread in threads:
-                thread.start()
-            for thread in threads:
-                thread.join()
-        assert failures == []
+        with ThreadPoolExecutor(4) as threads:
+            list(threads.map(work, range(4)))
         dying.clear()
         while store.stats().store.leases:
             pass

@@ -5,15 +5,14 @@ What is between the copying and the commit word is looked at from there:
 `just_before_the_word` runs what a test likes.
 """
 
-from collections.abc import Callable, Iterator
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from itertools import count
 from typing import Any
 from unittest import mock
 
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
 from infinistore import blocking
 from infinistore.blocking import BlockingStore
@@ -23,18 +22,18 @@ from infinistore.protocol.shared_tables import HAZARD_SLOTS
 from infinistore.server.environment import Environment
 from tests.clients.own_reading import READS, needs_tables, values_of
 from tests.clients.shared_serving import LONG, Shared, shared_serving
-from tests.clients.stores import Loops
+from tests.clients.stores import Loops, damage
 from tests.server.running import KIB, MIB, POOL_BYTES
 
 OLD = {"a": b"old a" * 9000, "b": b"old b" * 40_000}
 pytestmark = needs_tables
 
 
-def counts(shared: Shared) -> dict[str, int]:
+def counts(shared: Shared) -> Counter[str]:
     """How many requests of each kind there were."""
-    found: dict[str, int] = {}
+    found: Counter[str] = Counter()
     for one in shared.look(shared.server.server.telemetry.operations):
-        found[one.kind] = found.get(one.kind, 0) + one.count
+        found[one.kind] += one.count
     return found
 
 
@@ -43,18 +42,16 @@ def by_itself(shared: Shared, batches: int = 1) -> Iterator[None]:
     """So many batches are committed by their clients alone."""
     before = counts(shared)
     yield
-    after = counts(shared)
-    new = {name: after.get(name, 0) - before.get(name, 0) for name in ("prepare", "commit", "put")}
-    assert new == {"prepare": batches, "commit": 0, "put": 0}
+    new = counts(shared) - before
+    assert (new["prepare"], new["commit"], new["put"]) == (batches, 0, 0)
 
 
 @contextmanager
 def by_message(shared: Shared, kind: str = "commit") -> Iterator[None]:
     before = counts(shared)
     yield
-    after = counts(shared)
-    assert after.get(kind, 0) == before.get(kind, 0) + 1
-    assert after.get("prepare", 0) == before.get("prepare", 0)
+    new = counts(shared) - before
+    assert (new[kind], new["prepare"]) == (1, 0)
 
 
 @contextmanager
@@ -89,6 +86,13 @@ def reader_of(shared: Shared, which: str, store: BlockingStore, **options: Any) 
     if which == "same":
         return store
     return shared.open(**options) if which == "another" else tcp_store(shared, **options)
+
+
+def all_read(stores: Sequence[BlockingStore], expected: Sequence[bytes | None], keys: str = "ab") -> None:
+    """Each store reads this, and the same again."""
+    for store in stores:
+        for _ in range(2):
+            assert values_of(store, keys) == list(expected)
 
 
 LOOK_UPS: dict[str, tuple[Callable[[BlockingStore], Any], Any]] = {
@@ -145,8 +149,6 @@ def test_what_a_client_put_and_reads_is_counted(shared: Shared) -> None:
     statistics = shared.core_statistics()
     assert (statistics.puts, statistics.put_bytes) == (2, total)
     assert (statistics.hits, statistics.hit_bytes) == (2, total)
-    (server,) = [store.stats().server]
-    assert server is not None
     assert shared.look(lambda: shared.server.server.telemetry.statistics().received_bytes) == total
 
 
@@ -158,8 +160,7 @@ def test_a_put_takes_its_room_and_names_its_blocks_in_one_request(shared: Shared
         # The same sizes each time but the first: from the second on, the room of the
         # next put is asked for, too.
         store.put("key", bytes(MIB)) if before["prepare"] > 1 else store.put_many(dict(OLD))
-        after = counts(shared)
-        assert {name: n - before.get(name, 0) for name, n in after.items() if n != before.get(name, 0)} == expected
+        assert counts(shared) - before == expected
 
 
 def test_puts_of_one_size_find_room_in_a_pool_that_grows(kind: str, loops: Loops) -> None:
@@ -175,80 +176,7 @@ def test_puts_of_one_size_find_room_in_a_pool_that_grows(kind: str, loops: Loops
                 break
 
 
-def test_a_row_of_puts_of_one_size_all_arrive_with_room_asked_for_ahead(shared: Shared) -> None:
-    store, other = shared.open(), shared.open()
-    for index in range(9):
-        value = bytes([index]) * MIB
-        with by_itself(shared):
-            store.put(f"key {index % 2}", value)
-        assert other.get(f"key {index % 2}") == value
-        assert store.get(f"key {index % 2}") == value
-    store.delete(["key 0", "key 1"])
-    store.put("short", bytes(100 * KIB))
-    assert shared.core_statistics().used_bytes == 100 * KIB
-
-
-ops = st.tuples(
-    st.integers(0, 3),
-    st.sampled_from(["put", "put", "get", "get", "lease", "exists", "match", "delete", "into"]),
-    st.lists(st.sampled_from("abcd"), min_size=1, max_size=3, unique=True),
-)
-
-
-def check(stores: list[BlockingStore], steps: list[tuple[int, str, list[str]]]) -> None:
-    """Each store does what a dictionary does, whoever changed it."""
-    model: dict[str, bytes] = {}
-    stores[-1].purge()
-    for number, (who, what, keys) in enumerate(steps):
-        store = stores[who % len(stores)]
-        if what == "put":
-            new = {key: f"{number} {key} ".encode() * (900 + 40 * number) for key in keys}
-            store.put_many(dict(new))
-            model |= new
-        elif what == "delete":
-            assert store.delete(keys) == len([key for key in keys if model.pop(key, None) is not None])
-        elif what == "exists":
-            assert store.exists_many(keys) == [key in model for key in keys]
-        elif what == "match":
-            count = next((i for i, key in enumerate(keys) if key not in model), len(keys))
-            assert int(store.match_prefix(keys)) == count
-        elif what == "lease":
-            with store.lease(keys) as views:
-                found = [None if view is None else bytes(view) for view in views]
-                del views
-            assert found == list(map(model.get, keys))
-        elif what == "into":
-            buffers = [bytearray(100_000) for _ in keys]
-            lengths = store.get_many_into(list(zip(keys, buffers, strict=True)))
-            read = [None if n is None else bytes(buffer[:n]) for n, buffer in zip(lengths, buffers, strict=True)]
-            assert read == list(map(model.get, keys))
-        else:
-            assert values_of(store, keys) == list(map(model.get, keys))
-
-
-def test_several_stores_never_return_what_was_replaced(kind: str, loops: Loops) -> None:
-    with shared_serving(loops, kind) as shared:
-        stores = [shared.open(inline_bytes=0), shared.open(inline_bytes=0), shared.open(), tcp_store(shared)]
-
-        @settings(max_examples=100)
-        @given(steps=st.lists(ops, min_size=3, max_size=20))
-        def run(steps: list[tuple[int, str, list[str]]]) -> None:
-            check(stores, steps)
-
-        run()
-
-
 # Checksums
-
-
-def damage(shared: Shared, key: str) -> None:
-    def change() -> None:
-        shared.core.commit_written()
-        entry = shared.core.index.get(key)
-        assert entry is not None
-        shared.core.pool.view(entry[:3])[5] ^= 1
-
-    shared.look(change)
 
 
 @pytest.mark.parametrize("reader", ["same", "another", "tcp"])
@@ -258,7 +186,7 @@ def test_the_checksums_that_the_writer_made_arrive(shared: Shared, reader: str) 
     with by_itself(shared):
         store.put_many(dict(LONG))
     assert values_of(other) == list(LONG.values())
-    damage(shared, "b")
+    shared.look(lambda: damage(shared.core, "b"))
     with pytest.raises(ChecksumMismatch):
         other.get_many(["a", "b"])
     assert other.exists_many(["a", "b"]) == [True, False]
@@ -269,7 +197,7 @@ def test_a_writer_that_does_not_verify_leaves_no_checksums(shared: Shared) -> No
     store, other = shared.open(verify="never"), shared.open(verify="always")
     with by_itself(shared):
         store.put_many(dict(LONG))
-    damage(shared, "b")
+    shared.look(lambda: damage(shared.core, "b"))
     assert values_of(other) != list(LONG.values())
     assert shared.look(lambda: [entry[3] for entry in map(shared.core.index.get, "ab") if entry]) == [0, 0]
 
@@ -327,9 +255,7 @@ def test_nothing_is_seen_before_the_word_and_everything_after_it(one_kind: Share
     store.put_many(dict(OLD))
 
     def look(expected: dict[str, bytes]) -> None:
-        for _ in range(2):
-            for who in (other, tcp):
-                assert values_of(who) == list(expected.values())
+        all_read([other, tcp], list(expected.values()))
         # The store itself, by another connection:
         assert values_of(store) == list(expected.values())
 
@@ -344,24 +270,19 @@ def test_nothing_is_seen_before_the_word_and_everything_after_it(one_kind: Share
 
 @pytest.mark.parametrize("second", ["same", "another", "tcp"])
 def test_of_two_puts_of_one_key_at_a_time_the_one_whose_word_comes_last_stays(one_kind: Shared, second: str) -> None:
-    store, other = one_kind.open(), one_kind.open()
-    tcp = tcp_store(one_kind)
-    writer = {"same": store, "another": other, "tcp": tcp}[second]
+    stores = {"same": one_kind.open(), "another": one_kind.open(), "tcp": tcp_store(one_kind)}
+    store, everybody = stores["same"], list(stores.values())
     between = {"a": b"between" * 9000, "c": b"c" * 50_000}
 
     def put() -> None:
-        writer.put_many(dict(between))
-        for who in (store, other, tcp):
-            for _ in range(2):
-                assert values_of(who, "abc") == [between["a"], None, between["c"]]
+        stores[second].put_many(dict(between))
+        all_read(everybody, [between["a"], None, between["c"]], "abc")
 
     with just_before_the_word(put):
         store.put_many(dict(LONG))
-    for who in (store, other, tcp):
-        for _ in range(2):
-            assert values_of(who, "abc") == [*LONG.values(), between["c"]]
+    all_read(everybody, [*LONG.values(), between["c"]], "abc")
     found = counts(one_kind)
-    assert (found["prepare"], found.get("commit", 0)) == (1 + (second != "tcp"), int(second != "tcp"))
+    assert (found["prepare"], found["commit"]) == (1 + (second != "tcp"), int(second != "tcp"))
     statistics = one_kind.core_statistics()
     assert (statistics.puts, statistics.keys) == (4, 3)
     store.purge()
@@ -370,14 +291,10 @@ def test_of_two_puts_of_one_key_at_a_time_the_one_whose_word_comes_last_stays(on
 
 @pytest.mark.parametrize("second", ["same", "another", "tcp"])
 def test_a_put_just_after_the_word_replaces_it(one_kind: Shared, second: str) -> None:
-    store, other = one_kind.open(), one_kind.open()
-    tcp = tcp_store(one_kind)
-    writer = {"same": store, "another": other, "tcp": tcp}[second]
-    with just_before_the_word(lambda: writer.put_many(dict(OLD)), after=True):
-        store.put_many(dict(LONG))
-    for who in (store, other, tcp):
-        for _ in range(2):
-            assert values_of(who) == list(OLD.values())
+    stores = {"same": one_kind.open(), "another": one_kind.open(), "tcp": tcp_store(one_kind)}
+    with just_before_the_word(lambda: stores[second].put_many(dict(OLD)), after=True):
+        stores["same"].put_many(dict(LONG))
+    all_read(list(stores.values()), list(OLD.values()))
 
 
 REMOVALS: dict[str, Callable[[BlockingStore], object]] = {
@@ -398,9 +315,7 @@ def test_a_removal_beside_a_put_takes_what_was_there(one_kind: Shared, name: str
     assert other.get("a") == store.get("a") == OLD["a"]
     with just_before_the_word(lambda: REMOVALS[name](other), after=after):
         store.put("a", LONG["a"])
-    for who in (store, other):
-        for _ in range(2):
-            assert values_of(who, "a") == [None if after else LONG["a"]]
+    all_read([store, other], [None if after else LONG["a"]], "a")
     assert one_kind.core_statistics().used_bytes == (0 if after else 100 * KIB)
 
 
@@ -418,9 +333,8 @@ def test_the_room_of_a_block_that_its_own_store_remembers_is_used_again_only_whe
 
     with just_before_the_word(use_the_room, after=True):
         store.put_many(dict(LONG))
-    for _ in range(2):
-        assert values_of(store) == list(OLD.values())
-        assert store.exists_many(["a", "b", "filler 0"]) == [True, True, False]
+    all_read([store], list(OLD.values()))
+    assert store.exists_many(["a", "b", "filler 0"]) == [True, True, False]
 
 
 class Stop(BaseException):

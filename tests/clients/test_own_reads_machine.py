@@ -1,5 +1,5 @@
-"""Three clients of one server that map its pool, against a dictionary: whoever reads
-gets what was put last, or a miss.
+"""Three clients of one server that map its pool, and one by TCP, against a dictionary:
+whoever reads gets what was put last, or a miss.
 
 The stores differ in what they know and check. The pool is small, so puts evict; what
 they have evicted, the server's index tells. Arrays that leases leave behind never
@@ -24,6 +24,7 @@ from hypothesis.stateful import (
     run_state_machine_as_test,
 )
 
+from infinistore import blocking
 from infinistore.blocking import BlockingStore
 from infinistore.errors import BufferTooSmall, LimitExceeded, OutOfMemory
 from infinistore.protocol.shared_tables import tables_are_safe_here
@@ -36,7 +37,8 @@ KEYS = [f"key {number}" for number in range(6)]
 SIZES = [1, 700, 4096, 4097, 9000]
 OPTIONS: list[dict[str, Any]] = [{"inline_bytes": 0}, {"inline_bytes": 4096, "verify": "never"}, {"known_blocks": 4}]
 
-which = st.integers(0, 2)
+sharing = st.integers(0, 2)
+which = st.integers(0, 3)
 some_keys = st.lists(st.sampled_from(KEYS), min_size=1, max_size=5)
 runs_of_keys = st.builds(lambda first, count: KEYS[first : first + count], st.integers(0, 5), st.integers(1, 4))
 
@@ -59,6 +61,7 @@ class OwnReadsMachine(RuleBasedStateMachine):
         settings: dict[str, Any] = {"prealloc_bytes": 64 * KIB, "minimal_allocate_bytes": 4 * KIB, "max_batch_keys": 4}
         self.shared = self.closing.enter_context(shared_serving(self.loops, self.kind, **settings))
         self.stores: list[BlockingStore] = [self.shared.open(**options) for options in OPTIONS]
+        self.stores.append(self.closing.enter_context(blocking.open_store(self.shared.server.url)))
         self.values: dict[str, bytes] = {}
         self.last_keys = KEYS[:2]
         self.written = 0
@@ -153,7 +156,7 @@ class OwnReadsMachine(RuleBasedStateMachine):
 
     @rule(
         target=leases,
-        reader=which,
+        reader=sharing,
         keys=st.none() | some_keys | runs_of_keys,
         verify=st.booleans(),
         kept=st.sets(st.integers(0, 4)),
@@ -184,7 +187,7 @@ class OwnReadsMachine(RuleBasedStateMachine):
         self.held[lease][0].clear()
         self.held[lease][1].clear()
 
-    @rule(index=which)
+    @rule(index=sharing)
     def open_another_store(self, index: int) -> None:
         """Without a goodbye of the old one's arrays: they live on."""
         self.stores[index] = self.shared.open(**OPTIONS[index])
@@ -213,7 +216,7 @@ class OwnReadsMachine(RuleBasedStateMachine):
 
 
 @pytest.mark.parametrize("kind", DRESSES)
-def test_three_clients_read_what_was_put_last_or_miss(kind: str, loops: Loops) -> None:
+def test_clients_read_what_was_put_last_or_miss(kind: str, loops: Loops) -> None:
     """Half as often for what differs in its driver alone."""
     machine = type("Machine", (OwnReadsMachine,), {"loops": loops, "kind": kind})
     examples = (settings.default.max_examples if settings.default else 100) // (4 if kind == "threads" else 8)

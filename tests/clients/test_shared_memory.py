@@ -27,8 +27,6 @@ from infinistore.protocol.shared_tables import tables_are_safe_here
 from infinistore.protocol.states import State
 from tests.bad_days.test_fork import in_child
 from tests.clients.on_this_host import best, open_files, server_process, serving
-from tests.clients.shared_serving import Shared
-from tests.clients.test_cancellation import cancel_at_each_await
 from tests.ports import own_ports
 from tests.server.running import KIB, MIB, POOL_BYTES, running_server
 
@@ -50,32 +48,25 @@ async def way(url: str, **options: Any) -> tuple[str, str]:
 async def test_puts_in_a_row_find_their_room_taken_and_leave_none_behind(tmp_path: Path) -> None:
     block = VALUE * 8  # 2 MiB
     async with serving(tmp_path, prealloc_bytes=64 * MIB) as server:
-
-        async def until_reserved(count: int) -> None:
-            with trio.fail_after(60):
-                while server.core.statistics().reservations != count:
-                    await trio.lowlevel.checkpoint()
-
         async with infinistore.open_store(best(server)) as store:
             await store.put("a", block)
-            await until_reserved(0)
+            await server.until(reservations=0)
             await store.put("b", block)
-            await until_reserved(1)
+            await server.until(reservations=1)
             for number in range(3):  # as long as puts are alike, there is room for one more
                 await store.put(f"c{number}", block)
-                await until_reserved(1)
+                await server.until(reservations=1)
             assert await store.get("c2") == block
             await store.put("d", VALUE * 5)  # another size: the room for the old one is given back
-            await until_reserved(0)
+            await server.until(reservations=0)
             assert await store.get("d") == VALUE * 5
             await store.put("e", VALUE * 5)
-            await until_reserved(1)
+            await server.until(reservations=1)
             async with store.lease(["e", "missing"]) as views:  # puts will go by other connections
-                await until_reserved(0)
+                await server.until(reservations=0)
                 assert views == [VALUE * 5, None]
                 del views
             assert await store.exists_many(["a", "b", "c0", "c1", "c2", "d", "e"]) == [True] * 7
-        await until_reserved(0)
         await server.quiet()
 
 
@@ -302,29 +293,6 @@ async def test_all_descriptors_are_closed_with_the_store_and_not_inherited_befor
         assert open_files() <= before
 
 
-@pytest.mark.parametrize("method", ["put", "get"])
-async def test_a_call_that_is_cancelled_anywhere_leaves_nothing_pinned(tmp_path: Path, method: str) -> None:
-    async with serving(tmp_path) as server, infinistore.open_store(best(server)) as keeper:
-        await keeper.put("key", VALUE)
-
-        async def call() -> None:
-            async with infinistore.open_store(best(server), inline_bytes=0) as store:
-                await (store.put("new", VALUE) if method == "put" else store.get("key"))
-
-        async def after() -> None:
-            with trio.fail_after(60):
-                while server.server.telemetry.statistics().connections_open > 1:
-                    await trio.lowlevel.checkpoint()
-            statistics = server.core.statistics()
-            assert (statistics.reservations, statistics.leases, statistics.quarantined_bytes) == (0, 0, 0)
-            assert await keeper.get_many(["new"]) in ([None], [VALUE])
-            assert await keeper.get("key") == VALUE
-
-        before = open_files()
-        assert await cancel_at_each_await(call, after) > 5
-        assert open_files() <= before + 1
-
-
 def test_a_store_that_is_closed_during_a_copy_ends_that_call_with_an_error(tmp_path: Path) -> None:
     arena = create_arena(0, MIB)
     pool = MappedPool("instance")
@@ -446,26 +414,3 @@ def test_after_a_fork_the_child_is_refused_and_the_parent_goes_on(tmp_path: Path
         in_child(check)
         assert store.get("child") == VALUE
         store.put("key", VALUE)
-
-
-def test_many_threads_share_one_mapping(one_kind: Shared) -> None:
-    with blocking.open_store(one_kind.url, max_connections=4) as store:
-        failures: list[BaseException] = []
-
-        def work(name: str) -> None:
-            try:
-                for index in range(10):
-                    value = name.encode() * 20_000 + bytes([index])
-                    store.put(name, value)
-                    assert store.get(name) == value
-            except BaseException as error:  # noqa: BLE001
-                failures.append(error)
-
-        threads = [threading.Thread(target=work, args=(f"thread {index}",)) for index in range(4)]
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join()
-        assert not failures
-        pool: MappedPool = store.calls.mapped_pool  # type: ignore[attr-defined]
-        assert len(pool.descriptors) == 1

@@ -343,6 +343,7 @@ class ClientMachine(RuleBasedStateMachine):
                 assert [None if view is None else bytes(view) for view in views] == [
                     None if block is None else block.data for block in blocks
                 ]
+                assert all(view is None or view.readonly for view in views)
                 arrays.update({index: np.frombuffer(views[index], np.uint8) for index in kept})  # type: ignore[arg-type]
             del views
         assert [warning.category for warning in caught] == [LeaseStillInUse] * bool(kept)
