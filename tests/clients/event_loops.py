@@ -6,19 +6,31 @@ asynchronous context managers open until the test leaves them.
 """
 
 import asyncio
+import functools
 import threading
-from collections.abc import Awaitable, Callable, Iterator
+from collections.abc import Awaitable, Callable, Coroutine, Iterator
 from contextlib import AbstractAsyncContextManager, contextmanager
-from typing import Any, Protocol, Self, TypeVar, cast
+from typing import Any, ParamSpec, Protocol, Self, TypeVar, cast
 
 import attrs
 import trio
 
 from infinistore.blocking import BlockingStore
 
-__all__ = ["AsyncioThread", "LoopThread", "Loops", "TrioThread", "as_blocking"]
+__all__ = ["AsyncioThread", "LoopThread", "Loops", "TrioThread", "as_blocking", "under_asyncio"]
 
+_P = ParamSpec("_P")
 _T = TypeVar("_T")
+
+
+def under_asyncio(test: Callable[_P, Coroutine[Any, Any, None]]) -> Callable[_P, None]:
+    """Run a test under asyncio: without this, tests run under Trio."""
+
+    @functools.wraps(test)
+    def run(*arguments: _P.args, **named: _P.kwargs) -> None:
+        asyncio.run(test(*arguments, **named))
+
+    return run
 
 
 class LoopThread(Protocol):

@@ -4,13 +4,11 @@ from collections.abc import AsyncGenerator, Sequence
 from contextlib import asynccontextmanager
 from typing import Any
 
-import trio
-
 from infinistore.cluster.locate import StaticPlace, parse_cluster_url
 from infinistore.cluster.membership import StaticMembership
 from infinistore.cluster.placement import Placement
 from infinistore.transports.rdma.verbs import DeviceLimits
-from tests.server.running import RunningServer, make_config, running_server
+from tests.server.running import RunningServer, make_config, running_server, until
 from tests.transports.fake_rdma import Fabric, fabric_in_use
 
 __all__ = ["VALUE", "best_url", "rdma_url", "serving", "serving_two", "until_work_is_held"]
@@ -53,6 +51,4 @@ def best_url(server: RunningServer) -> str:
 
 
 async def until_work_is_held(fabric: Fabric) -> None:
-    with trio.fail_after(60):
-        while not fabric.work:
-            await trio.lowlevel.checkpoint()
+    await until(lambda: fabric.work)

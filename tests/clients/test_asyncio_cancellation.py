@@ -20,7 +20,7 @@ from infinistore.client import AsyncStore
 from infinistore.client.drivers.asyncio_driver import Slots
 from infinistore.errors import StoreUnavailable
 from infinistore.transports.sockets import asyncio_streams as asyncio_sockets
-from tests.clients.stores import Loops
+from tests.clients.event_loops import Loops, under_asyncio
 from tests.server.running import MIB, RunningServer, make_config, running_server
 
 KEYS = ["a", "b", "c"]
@@ -102,86 +102,80 @@ async def opened(server: RunningServer, loops: Loops) -> AsyncGenerator[AsyncSto
     await asyncio.to_thread(loops.trio.run, server.quiet)
 
 
-def test_a_put_that_is_cancelled_stores_all_of_its_batch_or_nothing(
+@under_asyncio
+async def test_a_put_that_is_cancelled_stores_all_of_its_batch_or_nothing(
     server: RunningServer, loops: Loops, waits: CancelAt
 ) -> None:
-    async def main() -> None:
-        size = SIZE // 4
-        async with opened(server, loops) as store:
-            before: dict[str, Any] = {key: bytes(size) for key in KEYS}
-            await store.put_many(before)
-            written: dict[str, Any] = {}
-            version = 0
+    size = SIZE // 4
+    async with opened(server, loops) as store:
+        before: dict[str, Any] = {key: bytes(size) for key in KEYS}
+        await store.put_many(before)
+        written: dict[str, Any] = {}
+        version = 0
 
-            async def put() -> None:
-                nonlocal written, version
-                version += 1
-                written = {key: bytes([version % 256]) * size for key in KEYS}
-                await store.put_many(written)
-
-            async def look() -> None:
-                nonlocal before
-                values: dict[str, Any] = dict(zip(KEYS, await store.get_many(KEYS), strict=True))
-                assert values in (before, written)
-                before = values
-
-            assert await cancel_at_each_wait(waits, put, look) >= 2
-
-    asyncio.run(main())
-
-
-def test_a_get_that_is_cancelled_leaves_no_half_read_connection(
-    server: RunningServer, loops: Loops, waits: CancelAt
-) -> None:
-    async def main() -> None:
-        async with opened(server, loops) as store:
-            stored: dict[str, Any] = {key: key.encode() * (SIZE // 4) for key in KEYS}
-            await store.put_many(stored)
-            buffers = {key: bytearray(SIZE // 4) for key in KEYS}
-
-            async def get() -> None:
-                assert await store.get_many([*KEYS, "missing"]) == [*stored.values(), None]
-                assert await store.get_many_into(buffers) == [SIZE // 4] * 3
-
-            async def look() -> None:
-                for buffer in buffers.values():
-                    buffer[:] = bytes(len(buffer))
-                assert await store.get_many(["b"]) == [stored["b"]]
-                assert await store.exists_many(["a", "missing"]) == [True, False]
-                assert not any(map(any, buffers.values()))
-
-            assert await cancel_at_each_wait(waits, get, look) >= 2
-
-    asyncio.run(main())
-
-
-def test_opening_that_is_cancelled_leaves_no_connection(server: RunningServer, loops: Loops, waits: CancelAt) -> None:
-    async def main() -> None:
-        async def open_and_close() -> None:
-            async with aio.open_store(server.url, spin_us=0) as store:
-                await store.put("a", b"abc")
+        async def put() -> None:
+            nonlocal written, version
+            version += 1
+            written = {key: bytes([version % 256]) * size for key in KEYS}
+            await store.put_many(written)
 
         async def look() -> None:
-            await asyncio.to_thread(loops.trio.run, server.quiet)
+            nonlocal before
+            values: dict[str, Any] = dict(zip(KEYS, await store.get_many(KEYS), strict=True))
+            assert values in (before, written)
+            before = values
 
-        assert await cancel_at_each_wait(waits, open_and_close, look) >= 4
-
-    asyncio.run(main())
+        assert await cancel_at_each_wait(waits, put, look) >= 2
 
 
-def test_calls_in_line_leave_it_when_they_are_cancelled(server: RunningServer, loops: Loops) -> None:
-    async def main() -> None:
-        async with aio.open_store(server.url, max_connections=1) as store:
-            await store.put("large", bytes(MIB))
-            for _ in range(5):
-                tasks = [asyncio.create_task(store.get("large")) for _ in range(10)]
-                await asyncio.sleep(0)
-                for task in tasks:
-                    task.cancel()
-                await asyncio.wait(tasks)
-            assert await store.get_many(["large"]) == [bytearray(MIB)]
+@under_asyncio
+async def test_a_get_that_is_cancelled_leaves_no_half_read_connection(
+    server: RunningServer, loops: Loops, waits: CancelAt
+) -> None:
+    async with opened(server, loops) as store:
+        stored: dict[str, Any] = {key: key.encode() * (SIZE // 4) for key in KEYS}
+        await store.put_many(stored)
+        buffers = {key: bytearray(SIZE // 4) for key in KEYS}
 
-    asyncio.run(main())
+        async def get() -> None:
+            assert await store.get_many([*KEYS, "missing"]) == [*stored.values(), None]
+            assert await store.get_many_into(buffers) == [SIZE // 4] * 3
+
+        async def look() -> None:
+            for buffer in buffers.values():
+                buffer[:] = bytes(len(buffer))
+            assert await store.get_many(["b"]) == [stored["b"]]
+            assert await store.exists_many(["a", "missing"]) == [True, False]
+            assert not any(map(any, buffers.values()))
+
+        assert await cancel_at_each_wait(waits, get, look) >= 2
+
+
+@under_asyncio
+async def test_opening_that_is_cancelled_leaves_no_connection(
+    server: RunningServer, loops: Loops, waits: CancelAt
+) -> None:
+    async def open_and_close() -> None:
+        async with aio.open_store(server.url, spin_us=0) as store:
+            await store.put("a", b"abc")
+
+    async def look() -> None:
+        await asyncio.to_thread(loops.trio.run, server.quiet)
+
+    assert await cancel_at_each_wait(waits, open_and_close, look) >= 4
+
+
+@under_asyncio
+async def test_calls_in_line_leave_it_when_they_are_cancelled(server: RunningServer, loops: Loops) -> None:
+    async with aio.open_store(server.url, max_connections=1) as store:
+        await store.put("large", bytes(MIB))
+        for _ in range(5):
+            tasks = [asyncio.create_task(store.get("large")) for _ in range(10)]
+            await asyncio.sleep(0)
+            for task in tasks:
+                task.cancel()
+            await asyncio.wait(tasks)
+        assert await store.get_many(["large"]) == [bytearray(MIB)]
 
 
 def test_a_store_may_be_used_in_another_loop_than_that_which_opened_it(server: RunningServer, loops: Loops) -> None:

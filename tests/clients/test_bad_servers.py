@@ -33,7 +33,6 @@ from infinistore.protocol.messages import (
 )
 from infinistore.protocol.server_connection import ServerConnection
 from infinistore.transports.base import drive
-from tests.clients.stores import simulated_store
 from tests.server.running import MIB
 from tests.transports.memory_network import MemoryStream, stream_pair
 
@@ -292,10 +291,3 @@ async def test_an_error_of_the_server_keeps_the_connection_unless_it_is_fatal() 
             await store.exists("a")
         assert await store.exists("a")
     assert server.connections == 2
-
-
-async def test_a_store_that_is_closed_is_unavailable() -> None:
-    async with simulated_store() as (store, _):
-        await store.put("a", b"abc")
-    with pytest.raises(StoreUnavailable, match="closed"):
-        await store.get("a")

@@ -85,22 +85,6 @@ class Client:
         await self._answers.aclose()
 
 
-async def until_only(server: RunningServer, connections: int, *, leases: int) -> None:
-    """Wait until the server has noticed who is gone, and that nothing of theirs is
-    left.
-    """
-    with trio.fail_after(60):
-        while True:
-            found = server.core.statistics()
-            if server.server.telemetry.statistics().connections_open <= connections and (
-                found.reservations,
-                found.leases,
-                found.quarantined_bytes,
-            ) == (0, leases, 0):
-                return
-            await trio.lowlevel.checkpoint()
-
-
 class Run:
     """A run by one seed: what is known of each key, and of what each client leases."""
 
@@ -197,7 +181,7 @@ class Run:
         await client.kill()
         self.clients.remove(client)
         leases = sum(len(other.kept) for other in self.clients)
-        await until_only(self.server, 1000, leases=leases)
+        await self.server.until(reservations=0, leases=leases, quarantined_bytes=0)
         self.may_be_evicted()
         self.clients.append(await Client.start(self.url))
 
@@ -276,18 +260,18 @@ async def test_readers_keep_what_they_lease_while_others_take_it_away_and_are_ki
         assert await writer.do("put", items={"half": (3, 100 * KIB)}, halt="copy") == {"halted": True}
         assert server.core.statistics().reservations == 1
         await writer.kill()
-        await until_only(server, 1000, leases=4)
+        await server.until(reservations=0, leases=4, quarantined_bytes=0)
         await keep_what_they_had(*readers)
         assert await readers[0].do("get", keys=["filler 19", "half"], halt="copy") == {"halted": True}
         assert server.core.statistics().leases == 5
         await readers[0].kill()
-        await until_only(server, 1000, leases=2)
+        await server.until(reservations=0, leases=2, quarantined_bytes=0)
         await keep_what_they_had(readers[1])
         assert await readers[1].do("fork") == {"result": None}
         await keep_what_they_had(readers[1])
         assert await readers[1].do("drop", name="known") == {"result": None}
         assert await readers[1].do("drop", name="asked") == {"result": None}
-        await until_only(server, 1000, leases=0)
+        await server.until(reservations=0, leases=0, quarantined_bytes=0)
         assert server.core.statistics().condemned_bytes == 0
         assert not server.core.exists(["half"])[0]
         await readers[1].leave()

@@ -2,8 +2,8 @@
 believes nothing that is over.
 """
 
-import threading
 from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
 from weakref import WeakSet
 
 import pytest
@@ -216,24 +216,16 @@ def test_long_batches_that_nobody_asks_about_are_no_more_than_what_is_to_be_know
 
 def test_many_threads_may_use_it() -> None:
     known = make_known(20)
-    failures: list[BaseException] = []
 
     def work(first: int) -> None:
-        try:
-            for number in range(first, 4000, 4):
-                note(known, number, number + 1)
-                places = found(known, number)
-                if places is not None:
-                    assert places.places.tolist() == [place_of_number(number)]
-                are_there(known, number + 1)
-                if number % 3 == 0:
-                    known.hold([str(number)], Places(pack_u64([0]), pack_u64([1]), pack_u64([1]), [0]))
-        except BaseException as error:  # noqa: BLE001
-            failures.append(error)
+        for number in range(first, 4000, 4):
+            note(known, number, number + 1)
+            places = found(known, number)
+            if places is not None:
+                assert places.places.tolist() == [place_of_number(number)]
+            are_there(known, number + 1)
+            if number % 3 == 0:
+                known.hold([str(number)], Places(pack_u64([0]), pack_u64([1]), pack_u64([1]), [0]))
 
-    threads = [threading.Thread(target=work, args=(first,)) for first in range(4)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert failures == []
+    with ThreadPoolExecutor(4) as threads:
+        list(threads.map(work, range(4)))

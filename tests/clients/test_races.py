@@ -5,6 +5,7 @@ stores that answer when the test says so: as soon as something has happened.
 import asyncio
 import threading
 from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from types import SimpleNamespace
 from typing import Any
@@ -23,6 +24,7 @@ from infinistore.kept_errors import KeptError
 from infinistore.protocol.messages import Exists, Keys
 from tests.asking import until
 from tests.bad_days.refused_threads import refused_threads
+from tests.clients.event_loops import under_asyncio
 
 LATE_S = 0.01
 PAUSE_S = 0.001
@@ -222,20 +224,18 @@ async def test_a_cancelled_call_leaves_nothing_behind_under_trio(autojump_clock:
     assert (first.under_way, other.under_way) == (0, 0)
 
 
-def test_a_cancelled_call_leaves_nothing_behind_under_asyncio() -> None:
-    async def body() -> None:
-        first, other = AsyncioStore(None), AsyncioStore(None)
-        call = asyncio.create_task(asyncio_gather([Part(first, Exists(Keys(["key"])), None, Late(other))]))
-        while not other.calls:  # noqa: ASYNC110 - any of three kinds of store sets it
-            await asyncio.sleep(0)
-        call.cancel()
-        with suppress(asyncio.CancelledError):
-            await call
-        assert call.cancelled()
-        assert (first.under_way, other.under_way) == (0, 0)
-        assert len(asyncio.all_tasks()) == 1
-
-    asyncio.run(body())
+@under_asyncio
+async def test_a_cancelled_call_leaves_nothing_behind_under_asyncio() -> None:
+    first, other = AsyncioStore(None), AsyncioStore(None)
+    call = asyncio.create_task(asyncio_gather([Part(first, Exists(Keys(["key"])), None, Late(other))]))
+    while not other.calls:  # noqa: ASYNC110 - any of three kinds of store sets it
+        await asyncio.sleep(0)
+    call.cancel()
+    with suppress(asyncio.CancelledError):
+        await call
+    assert call.cancelled()
+    assert (first.under_way, other.under_way) == (0, 0)
+    assert len(asyncio.all_tasks()) == 1
 
 
 def test_of_the_others_that_no_thread_asked_in_time_the_answers_of_those_asked_are_known() -> None:
@@ -271,17 +271,15 @@ def test_without_a_thread_for_the_clock_a_part_races_with_nobody() -> None:
 
 def test_many_races_of_many_threads_share_one_clock() -> None:
     threads = PartThreads()
-    outcomes: list[Any] = []
 
-    def call() -> None:
+    def call(_: int) -> list[Any]:
+        outcomes: list[Any] = []
         for _ in range(20):
             part = Part(ThreadStore(None), Exists(Keys(["key"])), None, Late(ThreadStore("other"), after_s=0.001))
             outcomes.extend(threads.carry_out([part, part._replace(store=ThreadStore("first"))]))
+        return outcomes
 
-    callers = [threading.Thread(target=call) for _ in range(4)]
-    for caller in callers:
-        caller.start()
-    for caller in callers:
-        caller.join()
+    with ThreadPoolExecutor(4) as callers:
+        for outcomes in callers.map(call, range(4)):
+            assert outcomes == ["other", "first"] * 20
     threads.close()
-    assert outcomes == ["other", "first"] * 80

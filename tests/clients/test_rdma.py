@@ -20,11 +20,8 @@ import infinistore
 from infinistore import aio, blocking
 from infinistore.client.connection.calls import Calls
 from infinistore.client.movers import rdma as client_rdma
-from infinistore.client.movers import rdma as rdma_pause
-from infinistore.client.movers import rdma as rdma_source
 from infinistore.client.options import Options
 from infinistore.errors import (
-    ChecksumMismatch,
     ConfigError,
     LimitExceeded,
     StoreUnavailable,
@@ -75,7 +72,7 @@ async def test_without_a_word_of_rdma_it_is_taken_where_both_sides_have_a_device
 
 async def test_devices_are_chosen_near_the_addresses_that_the_other_side_knows() -> None:
     with (
-        mock.patch.object(rdma_source, "near_address", side_effect=ip_address),
+        mock.patch.object(client_rdma, "near_address", side_effect=ip_address),
         mock.patch.object(server_rdma, "near_address", side_effect=ip_address),
     ):
         async with serving() as (fabric, server):
@@ -86,7 +83,7 @@ async def test_devices_are_chosen_near_the_addresses_that_the_other_side_knows()
 async def test_a_device_is_chosen_for_the_gpu_and_the_server_unless_one_is_named() -> None:
     place = Place(("pci0000:10", "0000:1a:00.0"), 1)
     with (
-        mock.patch.object(rdma_source, "near_address", side_effect=ip_address),
+        mock.patch.object(client_rdma, "near_address", side_effect=ip_address),
         mock.patch.object(client_rdma, "current_gpu", return_value=2),
         mock.patch.object(client_rdma, "gpu_place", return_value=place) as asked,
     ):
@@ -317,7 +314,7 @@ async def test_where_rdma_is_forced_a_failed_transfer_is_an_error_and_stores_not
 
 async def test_rdma_is_tried_again_after_a_pause() -> None:
     async with serving() as (fabric, server):
-        with mock.patch.object(rdma_pause, "FIRST_PAUSE_S", 0.0):
+        with mock.patch.object(client_rdma, "FIRST_PAUSE_S", 0.0):
             async with infinistore.open_store(best_url(server)) as store:
                 fabric.unplugged = True
                 await store.put("a", VALUE)
@@ -402,18 +399,6 @@ async def test_a_device_that_fails_by_itself_is_left_alone_by_all_servers() -> N
 
 
 # The ends of things
-
-
-async def test_a_block_that_changed_in_the_pool_is_a_mismatch_and_dropped() -> None:
-    async with serving() as (_, server), infinistore.open_store(rdma_url(server)) as store:
-        await store.put("a", VALUE)
-        entry = server.core.index.get("a")
-        assert entry is not None
-        server.core.pool.view(entry[:3])[7] ^= 1
-        target = bytearray(len(VALUE))
-        with pytest.raises(ChecksumMismatch):
-            await store.get_into("a", target)
-        assert not await store.exists("a")
 
 
 async def test_closing_a_store_closes_its_device_when_its_calls_have_ended() -> None:

@@ -9,6 +9,7 @@ import pytest
 import trio
 
 from infinistore.client.worker_threads import in_thread
+from tests.clients.event_loops import under_asyncio
 
 
 class Work:
@@ -37,23 +38,20 @@ async def test_with_trio_a_cancelled_task_waits_for_its_end() -> None:
     assert work.ended
 
 
-def test_with_asyncio_a_cancelled_task_waits_for_its_end() -> None:
+@under_asyncio
+async def test_with_asyncio_a_cancelled_task_waits_for_its_end() -> None:
     work = Work()
-
-    async def main() -> None:
-        task = asyncio.create_task(in_thread(work))
-        await asyncio.to_thread(work.begun.wait)
+    task = asyncio.create_task(in_thread(work))
+    await asyncio.to_thread(work.begun.wait)
+    for _ in range(3):
+        task.cancel()
         for _ in range(3):
-            task.cancel()
-            for _ in range(3):
-                await asyncio.sleep(0)
-            assert not task.done()
-        work.let_go.set()
-        with pytest.raises(asyncio.CancelledError):
-            await task
-        assert work.ended
-
-    asyncio.run(main())
+            await asyncio.sleep(0)
+        assert not task.done()
+    work.let_go.set()
+    with pytest.raises(asyncio.CancelledError):
+        await task
+    assert work.ended
 
 
 @pytest.mark.parametrize("run", [trio.run, lambda function: asyncio.run(function())], ids=["trio", "asyncio"])

@@ -30,41 +30,34 @@ KNOWN: list[Callable[[AsyncStore], Any]] = [
 
 
 @pytest.mark.parametrize("embedded", [False, True])
-def test_every_call_of_a_trio_store_is_a_checkpoint(embedded: bool, one_kind: Shared) -> None:
-    async def main() -> None:
-        async with infinistore.open_store(None if embedded else one_kind.url) as store:
-            await store.put_many(LONG)
-            await store.get_many(list(LONG))
-            for call in KNOWN:
-                for _ in range(3):
-                    with trio.testing.assert_checkpoints():
-                        await call(store)
-
-    trio.run(main)
-
-
-def test_a_call_of_a_trio_store_that_fails_at_once_is_a_checkpoint() -> None:
-    async def main() -> None:
-        async with infinistore.open_store("unix:///nowhere/socket", lazy=True) as store:
-            with pytest.raises(StoreUnavailable):
-                await store.get("a")  # tries until the circuit is open
+async def test_every_call_of_a_trio_store_is_a_checkpoint(embedded: bool, one_kind: Shared) -> None:
+    async with infinistore.open_store(None if embedded else one_kind.url) as store:
+        await store.put_many(LONG)
+        await store.get_many(list(LONG))
+        for call in KNOWN:
             for _ in range(3):
-                with trio.testing.assert_checkpoints(), pytest.raises(StoreUnavailable, match="not tried again"):
-                    await store.get("a")
-
-    trio.run(main, clock=trio.testing.MockClock(autojump_threshold=0))
+                with trio.testing.assert_checkpoints():
+                    await call(store)
 
 
-def test_a_call_of_a_trio_store_that_is_cancelled_before_it_begins_asks_nothing(one_kind: Shared) -> None:
-    async def main() -> None:
-        async with infinistore.open_store(one_kind.url) as store:
-            await store.put("a", b"1")
-            with trio.CancelScope() as scope:
-                scope.cancel()
-                await store.put("a", b"2")
-            assert await store.get("a") == b"1"
+async def test_a_call_of_a_trio_store_that_fails_at_once_is_a_checkpoint(
+    autojump_clock: trio.testing.MockClock,
+) -> None:
+    async with infinistore.open_store("unix:///nowhere/socket", lazy=True) as store:
+        with pytest.raises(StoreUnavailable):
+            await store.get("a")  # tries until the circuit is open
+        for _ in range(3):
+            with trio.testing.assert_checkpoints(), pytest.raises(StoreUnavailable, match="not tried again"):
+                await store.get("a")
 
-    trio.run(main)
+
+async def test_a_call_of_a_trio_store_that_is_cancelled_before_it_begins_asks_nothing(one_kind: Shared) -> None:
+    async with infinistore.open_store(one_kind.url) as store:
+        await store.put("a", b"1")
+        with trio.CancelScope() as scope:
+            scope.cancel()
+            await store.put("a", b"2")
+        assert await store.get("a") == b"1"
 
 
 @pytest.mark.parametrize("embedded", [False, True])

@@ -5,17 +5,32 @@ be stopped, silenced and started again where it was.
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import ExitStack, contextmanager
+from contextlib import AbstractAsyncContextManager, AbstractContextManager, ExitStack, contextmanager
+from functools import partial
 from typing import Any, Final
 
+from infinistore import blocking, open_store
+from infinistore.client.extension import Environment
+from infinistore.cluster.documents import Drain
 from infinistore.cluster.membership import Listener, Node, View
 from infinistore.core import StoreCore
+from infinistore.server.cluster import Others, PushLimits, open_nodes, push
 from tests.asking import until
 from tests.clients.event_loops import TrioThread
 from tests.ports import own_ports
 from tests.server.running import RunningServer, make_config, running_server
 
-__all__ = ["PATIENT", "Cluster", "Given", "Member", "running_cluster", "until"]
+__all__ = [
+    "PATIENT",
+    "Cluster",
+    "Given",
+    "Member",
+    "open_given",
+    "open_given_async",
+    "pass_on",
+    "running_cluster",
+    "until",
+]
 
 PATIENT: Final[dict[str, Any]] = {"deadline_s": 600.0, "lookup_deadline_s": 60.0}
 """Options of a store for which no node that is there counts as lost, however busy the
@@ -163,3 +178,31 @@ class Given:
 
     def close(self) -> None:
         self.closed = True
+
+
+_NOBODY: Final = "infinistore+static://nobody:1"
+
+
+def _environment(membership: Any) -> Environment:
+    return Environment(membership=lambda url: membership)
+
+
+def open_given(given: Given, **options: Any) -> AbstractContextManager[Any]:
+    """A store of a cluster with this membership. However busy the machine is, no node
+    counts as lost.
+    """
+    return blocking.open_store(_NOBODY, environment=_environment(given), **{"lookup_deadline_s": 60.0, **options})
+
+
+def open_given_async(given: Any, **options: Any) -> AbstractAsyncContextManager[Any]:
+    """The same for Trio."""
+    return open_store(_NOBODY, environment=_environment(given), **{"lookup_deadline_s": 60.0, **options})
+
+
+def pass_on(
+    member: Member, others: Others, opened: Any = None, told: Callable[[Drain], None] = lambda drain: None
+) -> None:
+    """Have a node push what it has to the others, as it does itself when it drains."""
+    limits = PushLimits(most_bytes=1 << 40, bytes_per_s=1 << 40, settle_s=0.0)
+    opened = opened or partial(open_nodes, _NOBODY, _environment(others), lookup_deadline_s=60.0, lazy=True)
+    member.run(partial(push, member.core, opened, others.has_place, limits, told))

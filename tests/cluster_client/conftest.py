@@ -4,7 +4,10 @@ from collections.abc import Iterator
 
 import pytest
 
+from tests.clients.conftest import loops
 from tests.cluster_client.clusters import Cluster, running_cluster
+
+__all__ = ["loops", "three", "three_servers"]
 
 
 @pytest.fixture(scope="session")

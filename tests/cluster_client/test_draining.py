@@ -11,10 +11,10 @@ import signal
 import subprocess
 import sys
 import threading
-from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeAlias
 
 import pytest
 
@@ -66,17 +66,38 @@ class Nodes:
         until(lambda: list(self.states().values()) == ["serving"] * len(self.cluster.members))
 
 
+NodesOf: TypeAlias = Callable[..., AbstractContextManager[Nodes]]
+
+
 @pytest.fixture
 def etcd() -> Etcd:
     return shared_etcd()
 
 
+@pytest.fixture
+def nodes_of(etcd: Etcd, capsys: pytest.CaptureFixture[str]) -> NodesOf:
+    """Starts so many nodes, with settings of the test's own."""
+
+    @contextmanager
+    def start(count: int = 3, **settings: Any) -> Iterator[Nodes]:
+        with running_cluster(count, cluster=etcd.url, **{"node_warm_up_s": 0.05, **settings}) as cluster:
+            nodes = Nodes(etcd, cluster, capsys)
+            nodes.until_all_serve()
+            yield nodes
+
+    return start
+
+
 @contextmanager
-def nodes_of(etcd: Etcd, capsys: pytest.CaptureFixture[str], count: int = 3, **settings: Any) -> Iterator[Nodes]:
-    with running_cluster(count, cluster=etcd.url, **{"node_warm_up_s": 0.05, **settings}) as cluster:
-        nodes = Nodes(etcd, cluster, capsys)
-        nodes.until_all_serve()
-        yield nodes
+def slow_drain(nodes_of: NodesOf, count: int = 3) -> Iterator[tuple[Nodes, Member, Any]]:
+    """Nodes of which one drains, for longer than a test takes, and a store of them."""
+    with nodes_of(count, node_drain_bytes_per_s=1024) as nodes:
+        leaving = nodes.cluster.members[0]
+        with blocking.open_store(nodes.url, **PATIENT) as store:
+            store.put_many(dict.fromkeys(BLOCKS, bytes(10_000)))
+            nodes.begin_drain(leaving)
+            until(lambda: nodes.states().get(leaving.address) == "draining")
+            yield nodes, leaving, store
 
 
 def read(store: Any) -> list[bytes | None]:
@@ -104,11 +125,9 @@ def reading(store: Any) -> Iterator[list[str]]:
         reader.join()
 
 
-def test_what_a_drained_node_had_is_found_while_it_drains_and_afterwards(
-    etcd: Etcd, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_what_a_drained_node_had_is_found_while_it_drains_and_afterwards(nodes_of: NodesOf) -> None:
     with (
-        nodes_of(etcd, capsys, node_warm_up_s=0.5) as nodes,
+        nodes_of(node_warm_up_s=0.5) as nodes,
         blocking.open_store(nodes.url, **PATIENT) as store,
     ):
         leaving, *others = nodes.cluster.members
@@ -138,10 +157,8 @@ def test_what_a_drained_node_had_is_found_while_it_drains_and_afterwards(
         assert nodes.add(leaving)[1].startswith(f"{leaving.address} was not asked to drain: it serves")
 
 
-def test_two_nodes_that_drain_at_once_pass_everything_to_the_third(
-    etcd: Etcd, capsys: pytest.CaptureFixture[str]
-) -> None:
-    with nodes_of(etcd, capsys) as nodes, blocking.open_store(nodes.url, **PATIENT) as store:
+def test_two_nodes_that_drain_at_once_pass_everything_to_the_third(nodes_of: NodesOf) -> None:
+    with nodes_of() as nodes, blocking.open_store(nodes.url, **PATIENT) as store:
         *leaving, last = nodes.cluster.members
         store.put_many(BLOCKS)
         with reading(store) as wrong:
@@ -156,15 +173,13 @@ def test_two_nodes_that_drain_at_once_pass_everything_to_the_third(
         assert last.keys() == set(BLOCKS)
         code, _, errors = nodes.drain(last)
         assert (code, errors.count("\n")) == (2, 1)
-        assert f"is the last node of the cluster {etcd.cluster!r} that takes blocks" in errors
+        assert f"is the last node of the cluster {nodes.etcd.cluster!r} that takes blocks" in errors
         assert nodes.drain(last, "--force")[0] == 0
 
 
-def test_a_node_that_is_killed_while_it_drains_drains_on_when_it_is_back(
-    etcd: Etcd, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_node_that_is_killed_while_it_drains_drains_on_when_it_is_back(nodes_of: NodesOf) -> None:
     slow = {"node_drain_bytes_per_s": 1024}
-    with nodes_of(etcd, capsys, **slow) as nodes, blocking.open_store(nodes.url, **PATIENT) as store:
+    with nodes_of(**slow) as nodes, blocking.open_store(nodes.url, **PATIENT) as store:
         store.put_many(dict.fromkeys(BLOCKS, bytes(10_000)))
         leaving = nodes.cluster.members[0]
 
@@ -187,10 +202,8 @@ def test_a_node_that_is_killed_while_it_drains_drains_on_when_it_is_back(
         assert nodes.add(leaving)[0] == 0
 
 
-def test_without_a_terminal_there_is_a_line_for_each_step_and_status_says_how_far_it_is(
-    etcd: Etcd, capsys: pytest.CaptureFixture[str]
-) -> None:
-    with nodes_of(etcd, capsys, count=2, node_drain_bytes_per_s=40_000) as nodes:
+def test_without_a_terminal_there_is_a_line_for_each_step_and_status_says_how_far_it_is(nodes_of: NodesOf) -> None:
+    with nodes_of(count=2, node_drain_bytes_per_s=40_000) as nodes:
         leaving, _ = nodes.cluster.members
         with blocking.open_store(nodes.url, **PATIENT) as store:
             had = 6
@@ -208,25 +221,19 @@ def test_without_a_terminal_there_is_a_line_for_each_step_and_status_says_how_fa
         assert f"{leaving.address} has drained" in nodes.command("status", nodes.url)[1]
 
 
-def test_a_drain_that_is_taken_back_stops(etcd: Etcd, capsys: pytest.CaptureFixture[str]) -> None:
-    with nodes_of(etcd, capsys, node_drain_bytes_per_s=1024) as nodes:
-        leaving = nodes.cluster.members[0]
-        with blocking.open_store(nodes.url, **PATIENT) as store:
-            store.put_many(dict.fromkeys(BLOCKS, bytes(10_000)))
-            nodes.begin_drain(leaving)
-            until(lambda: nodes.states().get(leaving.address) == "draining")
-            assert nodes.add(leaving)[0] == 0
-            nodes.until_all_serve()
-            assert read(store) == [bytes(10_000)] * len(BLOCKS)
+def test_a_drain_that_is_taken_back_stops(nodes_of: NodesOf) -> None:
+    with slow_drain(nodes_of) as (nodes, leaving, store):
+        assert nodes.add(leaving)[0] == 0
+        nodes.until_all_serve()
+        assert read(store) == [bytes(10_000)] * len(BLOCKS)
+        store.close()
         leaving.wait_until_quiet()
 
 
-def test_while_etcd_is_away_a_node_drains_on(
-    etcd: Etcd, capsys: pytest.CaptureFixture[str], caplog: pytest.LogCaptureFixture
-) -> None:
+def test_while_etcd_is_away_a_node_drains_on(nodes_of: NodesOf, etcd: Etcd, caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.INFO, "infinistore.audit")
     slow = {"node_drain_bytes_per_s": 50_000}
-    with nodes_of(etcd, capsys, count=2, **slow) as nodes, blocking.open_store(nodes.url, **PATIENT) as store:
+    with nodes_of(count=2, **slow) as nodes, blocking.open_store(nodes.url, **PATIENT) as store:
         leaving, other = nodes.cluster.members
         store.put_many(BLOCKS)
         with reading(store) as wrong:
@@ -243,16 +250,11 @@ def test_while_etcd_is_away_a_node_drains_on(
         assert other.keys() == set(BLOCKS)
 
 
-def test_a_purge_while_a_node_drains_purges(etcd: Etcd, capsys: pytest.CaptureFixture[str]) -> None:
-    with nodes_of(etcd, capsys, count=2, node_drain_bytes_per_s=1024) as nodes:
-        leaving, other = nodes.cluster.members
-        with blocking.open_store(nodes.url, **PATIENT) as store:
-            store.put_many(dict.fromkeys(BLOCKS, bytes(10_000)))
-            nodes.begin_drain(leaving)
-            until(lambda: nodes.states().get(leaving.address) == "draining")
-            assert nodes.command("purge", "--yes", nodes.url)[0] == 0
-            assert nodes.drain(leaving)[0] == 0
-            assert (leaving.keys(), other.keys()) == (set(), set())
+def test_a_purge_while_a_node_drains_purges(nodes_of: NodesOf) -> None:
+    with slow_drain(nodes_of, count=2) as (nodes, leaving, _):
+        assert nodes.command("purge", "--yes", nodes.url)[0] == 0
+        assert nodes.drain(leaving)[0] == 0
+        assert [member.keys() for member in nodes.cluster.members] == [set(), set()]
 
 
 def test_bad_input_is_one_line(etcd: Etcd, capsys: pytest.CaptureFixture[str]) -> None:
@@ -301,12 +303,8 @@ def test_a_node_in_a_file_drains_as_the_file_says(capsys: pytest.CaptureFixture[
             assert json.loads(capsys.readouterr().out)["state"] == "serving"
 
 
-def test_sigterm_ends_a_drain_at_once(etcd: Etcd, capsys: pytest.CaptureFixture[str]) -> None:
-    with nodes_of(etcd, capsys, node_drain_bytes_per_s=1024) as nodes:
-        leaving = nodes.cluster.members[0]
-        with blocking.open_store(nodes.url, **PATIENT) as store:
-            store.put_many(dict.fromkeys(BLOCKS, bytes(10_000)))
-            nodes.begin_drain(leaving)
+def test_sigterm_ends_a_drain_at_once(nodes_of: NodesOf) -> None:
+    with slow_drain(nodes_of) as (nodes, leaving, _):
         assert leaving.server is not None
         leaving.look(leaving.server.server.drain)  # what the signal does
         until(lambda: leaving.address not in nodes.states())

@@ -7,11 +7,9 @@ joined, older values may be elsewhere, and a later drain may lead to them.
 """
 
 from contextlib import ExitStack
-from functools import partial
 from typing import Any
 
 import attrs
-import pytest
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import (
@@ -23,17 +21,12 @@ from hypothesis.stateful import (
     run_state_machine_as_test,
 )
 
-from infinistore import blocking
-from infinistore.client.extension import Environment
 from infinistore.cluster.membership import NodeState
-from infinistore.server.cluster import Others, PushLimits, open_nodes, push
-from tests.asking import until
-from tests.cluster_client.clusters import Cluster, Given
+from infinistore.server.cluster import Others
+from tests.cluster_client.clusters import Cluster, Given, open_given, pass_on, until
 from tests.examples import examples
 
 NAMES = [f"{{group {number % 7}}}/{number}" for number in range(28)]
-URL = "infinistore+static://nobody"
-PLENTY = PushLimits(most_bytes=1 << 40, bytes_per_s=1 << 40, settle_s=0.0)
 some = st.lists(st.sampled_from(NAMES), unique=True, max_size=12)
 
 
@@ -48,10 +41,7 @@ class DrainingMachine(RuleBasedStateMachine):
         self.closing = ExitStack()
         self.nodes = dict(enumerate(self.cluster.nodes()))
         self.given = Given(list(self.nodes.values()))
-        environment = Environment(membership=lambda url: self.given)
-        self.store: Any = self.closing.enter_context(
-            blocking.open_store(URL, environment=environment, lookup_deadline_s=60, lazy=True)
-        )
+        self.store: Any = self.closing.enter_context(open_given(self.given, lazy=True))
         self.model: dict[str, bytes] = {}
         self.left_behind: dict[str, set[bytes]] = {}
         """Older values that nodes may have that drain, or own no more."""
@@ -128,12 +118,8 @@ class DrainingMachine(RuleBasedStateMachine):
     @rule(data=st.data(), leaves=st.booleans())
     def pass_on(self, data: st.DataObject, leaves: bool) -> None:
         number = data.draw(st.sampled_from(self.those(NodeState.DRAINING)))
-        member = self.cluster.members[number]
         given: Any = self.given
-        others = Others(given, self.nodes[number].id)
-        environment = Environment(membership=lambda url: others)
-        open_others = partial(open_nodes, URL, environment, lookup_deadline_s=60, lazy=True)
-        member.run(partial(push, member.core, open_others, others.has_place, PLENTY, lambda drain: None))
+        pass_on(self.cluster.members[number], Others(given, self.nodes[number].id))
         if leaves:
             del self.nodes[number]
             self.give()
@@ -149,9 +135,8 @@ class DrainingMachine(RuleBasedStateMachine):
         self.give()
 
 
-@pytest.mark.parametrize("steps", [20])
-def test_nothing_is_missing_while_nodes_drain_leave_and_come_back(three: Cluster, steps: int) -> None:
+def test_nothing_is_missing_while_nodes_drain_leave_and_come_back(three: Cluster) -> None:
     machine = type("Machine", (DrainingMachine,), {"cluster": three})
     run_state_machine_as_test(
-        machine, settings=settings(max_examples=examples(20), stateful_step_count=steps, deadline=None)
+        machine, settings=settings(max_examples=examples(20), stateful_step_count=20, deadline=None)
     )

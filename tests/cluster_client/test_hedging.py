@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 from contextlib import suppress
+from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
@@ -23,6 +24,7 @@ from infinistore.errors import ChecksumMismatch, PartialPut, StoreUnavailable
 from infinistore.kept_errors import KeptError
 from infinistore.protocol.messages import Exists
 from tests.bad_days.clients import KINDS, run_with_store
+from tests.clients.stores import damage
 from tests.cluster_client.clusters import PATIENT, Cluster, Member
 from tests.cluster_client.silent_network import Network, run_in_virtual_time
 
@@ -33,16 +35,9 @@ BY_REQUESTS = ["transport=inline", "known_blocks=0&inline_bytes=0"]
 """Ways to read that ask the server each time: inline, and over shared memory."""
 
 
-def damage(member: Member, names: Sequence[str]) -> None:
-    """Spoil what a server has of these blocks."""
-
-    def spoil() -> None:
-        member.core.commit_written()
-        for name in names:
-            if (entry := member.core.index.get(name)) is not None:
-                member.core.pool.view(entry[:3])[7] ^= 1
-
-    member.look(spoil)
+def spoil(member: Member, names: Sequence[str]) -> None:
+    """Damage what a server has of these blocks."""
+    member.look(partial(damage, member.core, *member.keys() & set(names)))
 
 
 async def learn(store: Any) -> None:
@@ -160,11 +155,11 @@ def test_where_both_copies_are_silent_a_read_ends_when_the_nodes_are_lost() -> N
 def test_a_block_that_one_node_has_damaged_is_read_from_the_other_copy(kind: str, three: Cluster) -> None:
     async def body(store: Any) -> None:
         await store.put_many(BLOCKS)
-        damage(three.members[0], NAMES)
+        spoil(three.members[0], NAMES)
         assert await store.get_many(NAMES) == list(BLOCKS.values())
         await store.put_many(BLOCKS)
         for member in three.members:
-            damage(member, NAMES[:1])
+            spoil(member, NAMES[:1])
         with pytest.raises(ChecksumMismatch):
             await store.get_many(NAMES)
 

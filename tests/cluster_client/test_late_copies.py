@@ -3,42 +3,41 @@
 import threading
 from collections.abc import AsyncGenerator, Collection, Generator, Iterator, Mapping
 from contextlib import asynccontextmanager, suppress
-from functools import partial
 from typing import Any
 
 import attrs
 import pytest
 import trio
 
-from infinistore import blocking, open_store
+from infinistore import blocking
 from infinistore.blocking import delete_by_prefix, do_by_prefix, key_pages
 from infinistore.client.connection.effects import Background, ClusterCall, Together
-from infinistore.client.drivers.trio_driver import ClusterTrioStore
-from infinistore.client.extension import Environment
 from infinistore.client.requests import Batch, Copy, Get, Marks, Put
 from infinistore.cluster.documents import Drain
 from infinistore.cluster.membership import NodeState
 from infinistore.errors import PartialPut, PermissionDenied, StoreUnavailable
 from infinistore.kept_errors import KeptError
 from infinistore.protocol.versions import Capability
-from infinistore.server.cluster import OtherNodes, Others, PushLimits, open_nodes, push
+from infinistore.server.cluster import OtherNodes, Others
 from tests.clients.stores import servers_lack
-from tests.cluster_client.clusters import Cluster, Given, running_cluster, until
+from tests.cluster_client.clusters import (
+    Cluster,
+    Given,
+    open_given,
+    open_given_async,
+    pass_on,
+    running_cluster,
+    until,
+)
 from tests.server.tenants_files import TOKENS, text_of, write
 
 JOINING, SERVING, DRAINING = NodeState
 NAMES = [f"key {number}" for number in range(60)]
 BLOCKS = {name: name.encode() for name in NAMES}
-URL = "infinistore+static://nobody:1"
-PLENTY = PushLimits(most_bytes=1 << 40, bytes_per_s=1 << 40, settle_s=0.0)
 
 
 def given_states(cluster: Cluster, *of: NodeState) -> Given:
     return Given([attrs.evolve(node, state=state) for node, state in zip(cluster.nodes(), of, strict=False)])
-
-
-def environment(given: Any) -> Environment:
-    return Environment(membership=lambda url: given)
 
 
 class Held:
@@ -68,8 +67,7 @@ async def wait_for(awaitable: Any) -> Any:
 
 async def test_a_copy_to_a_node_that_joins_comes_after_the_keys_were_deleted(three: Cluster) -> None:
     given = given_states(three, SERVING, SERVING)
-    async with open_store(URL, environment=environment(given), lookup_deadline_s=60) as store:
-        assert isinstance(store, ClusterTrioStore)
+    async with open_given_async(given) as store:
         await store.put_many(BLOCKS)
         given.give(given_states(three, SERVING, SERVING, JOINING).view.nodes)
         works: list[ClusterCall[None]] = []
@@ -88,7 +86,7 @@ async def test_a_copy_to_a_node_that_joins_comes_after_the_keys_were_deleted(thr
             work.send(outcomes)
 
 
-async def test_what_a_node_passes_on_comes_after_the_keys_were_deleted(three: Cluster) -> None:
+def test_what_a_node_passes_on_comes_after_the_keys_were_deleted(three: Cluster) -> None:
     given = given_states(three, SERVING, SERVING, SERVING)
     others = Others(given, "a")  # type: ignore[arg-type]
     drains = three.members[0]
@@ -102,27 +100,24 @@ async def test_what_a_node_passes_on_comes_after_the_keys_were_deleted(three: Cl
 
     @asynccontextmanager
     async def open_late() -> AsyncGenerator[OtherNodes, None]:
-        async with open_store(URL, environment=environment(others), lookup_deadline_s=60) as nodes:
-            assert isinstance(nodes, ClusterTrioStore)
+        async with open_given_async(others) as nodes:
             yield Late(nodes)
 
-    with blocking.open_store(URL, environment=environment(given), lookup_deadline_s=60) as store:
+    with open_given(given) as store:
         store.put_many(BLOCKS)
         names = drains.keys()
         given.give(given_states(three, DRAINING, SERVING, SERVING).view.nodes)
-        await trio.to_thread.run_sync(
-            drains.run, lambda: push(drains.core, open_late, others.has_place, PLENTY, lambda drain: None)
-        )
+        pass_on(drains, others, open_late)
         passed_on = [name for name in names if store.exists(name)]
         assert len(passed_on) == 1 < len(names)
         assert drains.keys() == set(passed_on)
 
 
-async def test_blocks_from_before_that_were_deleted_since_are_not_passed_on(three: Cluster) -> None:
+def test_blocks_from_before_that_were_deleted_since_are_not_passed_on(three: Cluster) -> None:
     given = given_states(three, SERVING, SERVING)
     others = Others(given, "a")  # type: ignore[arg-type]
     drains = three.members[0]
-    with blocking.open_store(URL, environment=environment(given), lookup_deadline_s=60) as store:
+    with open_given(given) as store:
         store.put_many(BLOCKS)
         given.give(given_states(three, SERVING, SERVING, SERVING).view.nodes)
         store.put_many(BLOCKS)
@@ -130,10 +125,7 @@ async def test_blocks_from_before_that_were_deleted_since_are_not_passed_on(thre
         store.delete(NAMES)
         assert left > drains.keys() > set()
         given.give(given_states(three, DRAINING, SERVING, SERVING).view.nodes)
-        opened = partial(open_nodes, URL, environment(others), lookup_deadline_s=60)
-        await trio.to_thread.run_sync(
-            drains.run, lambda: push(drains.core, opened, others.has_place, PLENTY, lambda drain: None)
-        )
+        pass_on(drains, others)
         assert store.exists_many(NAMES) == [False] * len(NAMES)
 
 
@@ -144,8 +136,7 @@ def test_a_node_that_is_not_in_the_view_yet_may_pass_on_all_that_it_has() -> Non
 
 async def test_why_a_node_takes_no_copies_is_said(three: Cluster) -> None:
     given = given_states(three, SERVING, SERVING, SERVING)
-    async with open_store(URL, environment=environment(given), lookup_deadline_s=60) as store:
-        assert isinstance(store, ClusterTrioStore)
+    async with open_given_async(given) as store:
         marks = await store.drive(store.calls.call(Marks(NAMES[:1])))
         assert len(marks) == 1  # of the owner alone
         refused = dict.fromkeys(marks, KeptError(PermissionDenied("may only read")))
@@ -156,8 +147,7 @@ async def test_why_a_node_takes_no_copies_is_said(three: Cluster) -> None:
 async def test_a_node_of_an_older_release_gets_no_copies(caplog: pytest.LogCaptureFixture) -> None:
     with servers_lack(Capability.COPIES), running_cluster(3) as older:
         given = given_states(older, SERVING, SERVING)
-        async with open_store(URL, environment=environment(given), lookup_deadline_s=60) as store:
-            assert isinstance(store, ClusterTrioStore)
+        async with open_given_async(given) as store:
             await store.put_many(BLOCKS)
             given.give(given_states(older, SERVING, SERVING, JOINING).view.nodes)
             works: list[ClusterCall[None]] = []
@@ -165,11 +155,8 @@ async def test_a_node_of_an_older_release_gets_no_copies(caplog: pytest.LogCaptu
             assert [bytes(value) for value in found] == list(BLOCKS.values())
             assert works == []
         others = Others(given_states(older, DRAINING, SERVING, SERVING), "a")  # type: ignore[arg-type]
-        drains, told = older.members[0], list[Drain]()
-        opened = partial(open_nodes, URL, environment(others), lookup_deadline_s=60)
-        await trio.to_thread.run_sync(
-            drains.run, lambda: push(drains.core, opened, others.has_place, PLENTY, told.append)
-        )
+        told = list[Drain]()
+        pass_on(older.members[0], others, told=told.append)
         assert told[-1].failed_groups == told[-1].groups > 0
     problems = [str(vars(record).get("problem", "")) for record in caplog.records]
     assert any("is of an older release" in problem for problem in problems)
@@ -178,8 +165,8 @@ async def test_a_node_of_an_older_release_gets_no_copies(caplog: pytest.LogCaptu
 def test_while_nodes_join_keys_are_deleted_on_all_former_owners() -> None:
     with running_cluster(4) as some:
         given = given_states(some, SERVING)
-        with blocking.open_store(URL, environment=environment(given), lookup_deadline_s=60) as store:
-            counters = store.calls.counters  # type: ignore[attr-defined]
+        with open_given(given) as store:
+            counters = store.calls.counters
             store.put_many(BLOCKS)
             for count in (1, 2, 3):
                 given.give(given_states(some, SERVING, *[JOINING] * count).view.nodes)
@@ -194,8 +181,8 @@ def test_while_a_node_joins_a_delete_needs_only_the_nodes_that_have_a_place() ->
     with running_cluster(3) as some:
         last = some.nodes()[2].id
         given = given_states(some, SERVING, JOINING, SERVING)
-        with blocking.open_store(URL, environment=environment(given), lookup_deadline_s=60) as store:
-            view = store.calls.nodes.begin()  # type: ignore[attr-defined]
+        with open_given(given) as store:
+            view = store.calls.nodes.begin()
             by_place = {
                 name: last in [view.view.nodes[index].id for index in places]
                 for name, places in zip(NAMES, view.placement.places(NAMES), strict=True)
@@ -218,20 +205,20 @@ def with_tenants(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
 def test_to_delete_by_prefix_takes_the_roles_read_and_write(with_tenants: Cluster) -> None:
     for states in ((SERVING, SERVING), (SERVING, JOINING)):
         given = given_states(with_tenants, *states)
-        with blocking.open_store(URL, environment=environment(given), token=TOKENS["ann"]) as store:
+        with open_given(given, token=TOKENS["ann"]) as store:
             store.put_many(BLOCKS)
             assert delete_by_prefix(store, "key ") == (len(BLOCKS), "")
 
 
 def test_to_list_the_keys_of_every_node_takes_the_role_read(with_tenants: Cluster) -> None:
     given = given_states(with_tenants, SERVING, JOINING)
-    with blocking.open_store(URL, environment=environment(given), token=TOKENS["ben"]) as store:
+    with open_given(given, token=TOKENS["ben"]) as store:
         assert store.keys(every_node=True) == []
 
 
 def test_a_node_that_refuses_a_mark_is_asked_for_one_once(with_tenants: Cluster) -> None:
     given = given_states(with_tenants, SERVING, JOINING)
-    with blocking.open_store(URL, environment=environment(given), token=TOKENS["ben"]) as store:
+    with open_given(given, token=TOKENS["ben"]) as store:
         for number in range(5):
             store.get_many([f"missing {number} {other}" for other in range(20)])
         server = with_tenants.members[1].server
@@ -242,7 +229,7 @@ def test_a_node_that_refuses_a_mark_is_asked_for_one_once(with_tenants: Cluster)
 def test_only_who_deletes_by_prefix_ends_copies(three: Cluster) -> None:
     given = given_states(three, SERVING, SERVING, JOINING)
     marks = [member.look(member.core.deletions.mark) for member in three.members]
-    with blocking.open_store(URL, environment=environment(given), lookup_deadline_s=60) as store:
+    with open_given(given) as store:
         store.keys(every_node=True)
         assert do_by_prefix(store, "key ", store.unpin) == (0, "")
         assert [member.look(member.core.deletions.mark) for member in three.members] == marks
@@ -257,7 +244,7 @@ def test_a_node_that_begins_to_join_while_keys_are_deleted_by_prefix_ends_copies
     given = given_states(three, SERVING, SERVING, SERVING)
     joining = given_states(three, SERVING, SERVING, JOINING).view.nodes
     marks = [member.look(member.core.deletions.mark) for member in three.members]
-    with blocking.open_store(URL, environment=environment(given), lookup_deadline_s=60) as store:
+    with open_given(given) as store:
 
         def listed_before(*arguments: Any, **options: Any) -> Iterator[list[str]]:
             yield from key_pages(*arguments, **options)
@@ -271,7 +258,7 @@ def test_a_node_that_begins_to_join_while_keys_are_deleted_by_prefix_ends_copies
 
 def test_a_node_that_is_slower_than_a_lookup_is_deleted_from_by_prefix(three: Cluster) -> None:
     given = given_states(three, SERVING, SERVING, JOINING)
-    with blocking.open_store(URL, environment=environment(given), lookup_deadline_s=0.5) as store:
+    with open_given(given, lookup_deadline_s=0.5) as store:
         store.put_many(BLOCKS)
         three.members[1].silence()
         waking = threading.Timer(1.0, three.members[1].wake)

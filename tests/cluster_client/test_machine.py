@@ -4,9 +4,8 @@ wrong is ever read, and what is on nodes that are there is found.
 Each value tells its key and its version.
 """
 
-from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, ExitStack, contextmanager
-from typing import Any, TypeAlias
+from contextlib import ExitStack
+from typing import Any
 
 import pytest
 from hypothesis import settings
@@ -20,61 +19,25 @@ from hypothesis.stateful import (
     run_state_machine_as_test,
 )
 
-import infinistore
-from infinistore import aio, blocking
-from infinistore.blocking import BlockingStore
 from infinistore.client.extension import Environment
 from infinistore.cluster.placement import Placement
 from infinistore.errors import PartialPut, StoreUnavailable
-from tests.clients.event_loops import AsyncioThread, TrioThread, as_blocking
+from tests.clients.dresses import DRESSES, opened
+from tests.clients.event_loops import Loops
 from tests.cluster_client.clusters import Cluster, Given
 from tests.examples import examples
 
 NAMES = [f"{{group {number % 5}}}/{number}" for number in range(20)]
 NOBODY = "infinistore+static://nobody"
-OPTIONS: dict[str, Any] = {"lookup_deadline_s": 60, "lazy": True}
-Open: TypeAlias = Callable[[Environment], AbstractContextManager[BlockingStore]]
 some = st.lists(st.sampled_from(NAMES), unique=True, max_size=12)
-
-
-def open_for_threads(environment: Environment) -> AbstractContextManager[BlockingStore]:
-    return blocking.open_store(NOBODY, environment=environment, **OPTIONS)
-
-
-@contextmanager
-def for_threads() -> Iterator[Open]:
-    yield open_for_threads
-
-
-@contextmanager
-def for_trio() -> Iterator[Open]:
-    with TrioThread() as loop:
-        yield opening_in(loop, infinistore.open_store)
-
-
-@contextmanager
-def for_asyncio() -> Iterator[Open]:
-    with AsyncioThread() as loop:
-        yield opening_in(loop, aio.open_store)
-
-
-def opening_in(loop: TrioThread | AsyncioThread, make: Callable[..., Any]) -> Open:
-    @contextmanager
-    def opened(environment: Environment) -> Iterator[BlockingStore]:
-        with loop.entered(lambda: make(NOBODY, environment=environment, **OPTIONS)) as store:
-            yield as_blocking(store, loop)
-
-    return opened
-
-
-DRESSES = {"threads": for_threads, "trio": for_trio, "asyncio": for_asyncio}
 
 
 class ClusterMachine(RuleBasedStateMachine):
     """Drives a store of a cluster, and keeps what each node should have."""
 
     cluster: Cluster
-    open_store: Open
+    loops: Loops
+    dress: str
 
     @initialize()
     def start(self) -> None:
@@ -83,7 +46,8 @@ class ClusterMachine(RuleBasedStateMachine):
         self.nodes = self.cluster.nodes()
         given = Given(self.nodes)
         environment = Environment(membership=lambda url: given)
-        self.store = self.closing.enter_context(self.open_store(environment))
+        store = opened(self.loops, self.dress, NOBODY, environment=environment, lookup_deadline_s=60, lazy=True)
+        self.store = self.closing.enter_context(store)
         self.owner = dict(zip(NAMES, Placement(given.view).owners(NAMES), strict=True))
         self.model: dict[str, bytes] = {}
         self.away: set[int] = set()
@@ -190,9 +154,8 @@ class ClusterMachine(RuleBasedStateMachine):
 
 
 @pytest.mark.parametrize("dress", DRESSES)
-def test_nothing_wrong_is_read_while_nodes_vanish_and_return(three: Cluster, dress: str) -> None:
-    with DRESSES[dress]() as open_store:
-        machine = type("Machine", (ClusterMachine,), {"cluster": three, "open_store": staticmethod(open_store)})
-        run_state_machine_as_test(
-            machine, settings=settings(max_examples=examples(6), stateful_step_count=25, deadline=None)
-        )
+def test_nothing_wrong_is_read_while_nodes_vanish_and_return(three: Cluster, loops: Loops, dress: str) -> None:
+    machine = type("Machine", (ClusterMachine,), {"cluster": three, "loops": loops, "dress": dress})
+    run_state_machine_as_test(
+        machine, settings=settings(max_examples=examples(6), stateful_step_count=25, deadline=None)
+    )

@@ -6,10 +6,8 @@ from typing import Any
 
 import attrs
 
-from infinistore import blocking
-from infinistore.client.extension import Environment
 from infinistore.cluster.membership import NodeState
-from tests.cluster_client.clusters import Cluster, Given
+from tests.cluster_client.clusters import Cluster, Given, open_given
 
 JOINING, SERVING, DRAINING = NodeState
 NAMES = [f"key {number}" for number in range(60)]
@@ -41,9 +39,8 @@ def test_a_key_that_another_view_hides_is_told_or_there_is_a_gap(three: Cluster)
         ]
 
     given = Given(shown(WHOLE, WHOLE, None))
-    options: Any = {"environment": Environment(membership=lambda url: given), "lookup_deadline_s": 60.0}
     hidden = set()
-    with blocking.open_store("infinistore+static://nobody:1", **options) as store:
+    with open_given(given) as store:
         batches = iter(store.removals(wait_s=0.001))
         assert not next(batches).gap
         for nodes, is_gap in STEPS:
@@ -59,8 +56,7 @@ def test_a_key_that_another_view_hides_is_told_or_there_is_a_gap(three: Cluster)
 
 def test_other_copies_hide_keys_too(three: Cluster) -> None:
     given = Given(three.nodes(), copies=2)
-    options: Any = {"environment": Environment(membership=lambda url: given), "lookup_deadline_s": 60.0}
-    with blocking.open_store("infinistore+static://nobody:1", **options) as store:
+    with open_given(given) as store:
         batches = iter(store.removals(wait_s=0.001))
         next(batches)
         given.give(three.nodes(), copies=2)

@@ -14,20 +14,12 @@ import trio
 from infinistore import blocking, open_store
 from infinistore.client.cluster import reads
 from infinistore.client.cluster.nodes import Nodes
-from infinistore.client.extension import Environment
 from infinistore.cluster.membership import Node, NodeState
 from infinistore.errors import LimitExceeded, StoreUnavailable
-from tests.cluster_client.clusters import Cluster, Given
+from tests.cluster_client.clusters import Cluster, Given, open_given, open_given_async
 
 NAMES = [f"key {number}" for number in range(60)]
 BLOCKS = {name: name.encode() for name in NAMES}
-URL = "infinistore+static://nobody:1"
-
-
-def opened(given: Given, **options: Any) -> Any:
-    # However busy the machine is, no node counts as lost.
-    options = {"lookup_deadline_s": 60.0, **options}
-    return blocking.open_store(URL, environment=Environment(membership=lambda url: given), **options)
 
 
 def states(cluster: Cluster, *of: NodeState) -> list[Any]:
@@ -39,7 +31,7 @@ JOINING, SERVING, DRAINING = NodeState
 
 def test_keys_of_a_node_that_left_are_missing_and_its_store_is_closed(three: Cluster) -> None:
     given = Given(three.nodes())
-    with opened(given) as store:
+    with open_given(given) as store:
         store.put_many(BLOCKS)
         given.give(three.nodes()[1:])
         left = three.members[0].keys()
@@ -53,7 +45,7 @@ def test_keys_of_a_node_that_left_are_missing_and_its_store_is_closed(three: Clu
 
 def test_a_call_under_way_ends_with_the_view_that_it_began_with(three: Cluster) -> None:
     given = Given(three.nodes())
-    with opened(given, deadline_s=600, lookup_deadline_s=60) as store:
+    with open_given(given, deadline_s=600, lookup_deadline_s=60) as store:
         store.put_many(BLOCKS)
         three.members[0].silence()
         found: list[Any] = []
@@ -76,7 +68,7 @@ def test_another_run_of_a_server_at_the_same_address_is_another_store(three: Clu
             instances.append(plain.stats().server.instance)  # type: ignore[union-attr]
     nodes = [attrs.evolve(node, instance=one) for node, one in zip(three.nodes(), instances, strict=True)]
     given = Given(nodes)
-    with opened(given) as store:
+    with open_given(given) as store:
         store.put_many(BLOCKS)
         assert store.get_many(NAMES) == list(BLOCKS.values())
         given.give([attrs.evolve(nodes[0], instance="another"), *nodes[1:]])
@@ -88,7 +80,7 @@ def test_another_run_of_a_server_at_the_same_address_is_another_store(three: Clu
 
 def test_while_a_node_joins_its_keys_come_from_the_former_owner_and_are_copied(three: Cluster) -> None:
     given = Given(three.nodes()[:2])
-    with opened(given) as store:
+    with open_given(given) as store:
         store.put_many(BLOCKS)
         given.give(states(three, SERVING, SERVING, JOINING))
         assert store.exists_many(NAMES) == [True] * len(NAMES)
@@ -113,14 +105,14 @@ def test_while_a_node_joins_its_keys_come_from_the_former_owner_and_are_copied(t
 
 def test_a_client_that_verifies_nothing_copies_nothing_to_a_node_that_joins(three: Cluster) -> None:
     given, trusting, others = Given(three.nodes()[:2]), NAMES[:40], NAMES[40:]
-    with opened(given) as store:
+    with open_given(given) as store:
         store.put_many(BLOCKS)
     given = Given(states(three, SERVING, SERVING, JOINING))
-    with opened(given, verify="never") as store:
+    with open_given(given, verify="never") as store:
         for _ in range(20):
             assert store.get_many(trusting) == [BLOCKS[name] for name in trusting]
         assert store.stats().cluster.warmed_blocks == 0
-    with opened(Given(states(three, SERVING, SERVING, JOINING))) as store:
+    with open_given(Given(states(three, SERVING, SERVING, JOINING))) as store:
         while store.stats().cluster.warmed_blocks == 0:
             assert store.get_many(others) == [BLOCKS[name] for name in others]
     assert three.members[2].keys() <= set(others)
@@ -129,7 +121,7 @@ def test_a_client_that_verifies_nothing_copies_nothing_to_a_node_that_joins(thre
 def test_what_is_copied_to_a_node_that_joins_ends_when_the_original_does(three: Cluster) -> None:
     given = Given(three.nodes()[:2])
     names = NAMES[::2]
-    with opened(given) as store:
+    with open_given(given) as store:
         store.put_many(BLOCKS)
         store.put_many({name: BLOCKS[name] for name in names}, ttl_s=500.0)
         given.give(states(three, SERVING, SERVING, JOINING))
@@ -149,7 +141,7 @@ def test_no_more_than_the_bound_is_on_its_way_to_nodes_that_join(
     monkeypatch.setattr(reads, "MOST_WARMING_BYTES", 3_500)
     given = Given(three.nodes()[:2])
     joined = three.members[2]
-    with opened(given) as store:
+    with open_given(given) as store:
         counters = store.calls.counters
 
         def read_and_wait() -> None:
@@ -173,7 +165,7 @@ def test_no_more_than_the_bound_is_on_its_way_to_nodes_that_join(
 
 def test_a_draining_node_is_read_and_not_written_to(three: Cluster) -> None:
     given = Given(three.nodes())
-    with opened(given) as store:
+    with open_given(given) as store:
         store.put_many(BLOCKS)
         before = three.members[0].keys()
         given.give(states(three, DRAINING, SERVING, SERVING))
@@ -189,7 +181,7 @@ def test_a_draining_node_is_read_and_not_written_to(three: Cluster) -> None:
 
 def test_what_was_put_while_one_node_drained_is_found_while_the_next_one_drains_too(three: Cluster) -> None:
     given = Given(states(three, DRAINING, SERVING, SERVING))
-    with opened(given) as store:
+    with open_given(given) as store:
         store.put_many(BLOCKS)
         given.give(states(three, DRAINING, DRAINING, SERVING))
         assert store.get_many(NAMES) == list(BLOCKS.values())
@@ -207,7 +199,7 @@ def on_machines(cluster: Cluster, *machines: str) -> list[Any]:
 def test_two_copies_outlive_a_machine_with_several_nodes(three: Cluster) -> None:
     nodes = on_machines(three, "one", "one", "other")
     given = Given(nodes, copies=2)
-    with opened(given) as store:
+    with open_given(given) as store:
         store.put_many(BLOCKS)
         here, there, other = (member.keys() for member in three.members)
         assert other == set(NAMES) == here | there
@@ -227,13 +219,13 @@ def test_while_a_node_joins_a_machine_keys_are_found_though_one_that_had_them_is
         three.clear()
         joins = attrs.evolve((a, b, c)[index], state=NodeState.JOINING)
         given = Given(rest, copies=2)
-        with opened(given) as store:
+        with open_given(given) as store:
             store.put_many(BLOCKS)
             given.give(sorted([*rest, joins], key=lambda node: node.id), copies=2)
             for lost in range(3):
                 if lost != index:
                     three.members[lost].look(three.members[lost].core.purge)
-                    with opened(given) as fresh:
+                    with open_given(given) as fresh:
                         assert fresh.get_many(NAMES) == list(BLOCKS.values())
                     given.give(rest, copies=2)
                     store.put_many(BLOCKS)
@@ -244,24 +236,24 @@ def test_while_a_node_joins_a_machine_keys_are_found_though_one_that_had_them_is
 
 def test_a_cluster_where_nobody_takes_blocks_says_so(three: Cluster) -> None:
     given = Given(states(three, DRAINING, DRAINING, DRAINING))
-    with opened(given) as store, pytest.raises(StoreUnavailable, match="no node of the cluster takes blocks"):
+    with open_given(given) as store, pytest.raises(StoreUnavailable, match="no node of the cluster takes blocks"):
         store.put("key", b"x")
     given = Given([])
-    with pytest.raises(StoreUnavailable, match="the cluster has no nodes"), opened(given):
+    with pytest.raises(StoreUnavailable, match="the cluster has no nodes"), open_given(given):
         pass
 
 
 def test_a_node_whose_address_is_none_is_lost_and_says_why(three: Cluster) -> None:
     nodes = three.nodes()
     given = Given([nodes[0], attrs.evolve(nodes[1], address="gopher://here")])
-    with opened(given) as store:
+    with open_given(given) as store:
         with pytest.raises(StoreUnavailable, match="unknown scheme 'gopher'"):
             store.put_many(BLOCKS)
         assert store.get_many(NAMES) != [None] * len(NAMES)
 
 
 def test_a_closed_store_refuses_every_call(three: Cluster) -> None:
-    with opened(Given(three.nodes())) as store:
+    with open_given(Given(three.nodes())) as store:
         pass
     for call in (store.get_many, store.exists_many, store.match_prefix):
         with pytest.raises(StoreUnavailable, match="closed"):
@@ -270,7 +262,7 @@ def test_a_closed_store_refuses_every_call(three: Cluster) -> None:
 
 def test_a_hold_that_one_node_refuses_is_released_by_the_others(three: Cluster) -> None:
     half = bytes(512 * 1024)  # a node of 4 MiB holds a quarter
-    with opened(Given(three.nodes())) as store:
+    with open_given(Given(three.nodes())) as store:
         store.put_many(BLOCKS)
         full = min(three.members[0].keys())
         names = [*NAMES, *(f"{{{full}}} {number}" for number in range(3))]
@@ -281,29 +273,21 @@ def test_a_hold_that_one_node_refuses_is_released_by_the_others(three: Cluster) 
         assert (stats.store.holds, stats.store.pinned_bytes) == (0, 0)
 
 
-def test_a_cancelled_call_leaves_no_part_behind(three: Cluster) -> None:
-    async def main() -> None:
-        given = Given(three.nodes())
-        environment = Environment(membership=lambda url: given)
-        async with open_store(URL, environment=environment, deadline_s=600, lookup_deadline_s=60) as store:
-            await store.put_many(BLOCKS)
-            three.members[0].silence()
-            with trio.move_on_after(0.01) as scope:  # real time: the node is silent
-                await store.get_many(NAMES)
-            assert scope.cancelled_caught
-            three.members[0].wake()
-            assert list(map(bytes, filter(None, await store.get_many(NAMES)))) == list(BLOCKS.values())
-
-    trio.run(main)
+async def test_a_cancelled_call_leaves_no_part_behind(three: Cluster) -> None:
+    async with open_given_async(Given(three.nodes()), deadline_s=600) as store:
+        await store.put_many(BLOCKS)
+        three.members[0].silence()
+        with trio.move_on_after(0.01) as scope:  # real time: the node is silent
+            await store.get_many(NAMES)
+        assert scope.cancelled_caught
+        three.members[0].wake()
+        assert list(map(bytes, filter(None, await store.get_many(NAMES)))) == list(BLOCKS.values())
 
 
-def test_errors_of_the_caller_are_raised_as_they_are(three: Cluster) -> None:
-    async def main() -> None:
-        async with open_store(three.url(), lookup_deadline_s=60) as store:
+async def test_errors_of_the_caller_are_raised_as_they_are(three: Cluster) -> None:
+    async with open_store(three.url(), lookup_deadline_s=60) as store:
+        with pytest.raises(KeyError, match="is not in the store"):
             await store.get("nothing")
-
-    with pytest.raises(KeyError, match="is not in the store"):
-        trio.run(main)
 
 
 @pytest.mark.parametrize("has_numpy", [False, True])
