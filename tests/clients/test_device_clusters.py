@@ -57,33 +57,6 @@ async def test_a_batch_goes_straight_between_a_gpu_and_the_pools_of_its_owners()
         assert [node.stats and node.stats.transport for node in cluster.nodes] == ["rdma", "rdma"]
 
 
-async def test_with_two_copies_a_block_is_on_both_nodes() -> None:
-    async with two_nodes() as (_, gpu, url, _), infinistore.open_store(url + "&copies=2") as store:
-        source, target = filled(gpu), gpu.tensor(len(CONTENT))
-        await store.register(source)
-        await store.register(target)
-        await store.put_many(blocks_of(source))
-        cluster = (await store.stats()).cluster
-        assert cluster is not None
-        assert [node.stats and node.stats.store.keys for node in cluster.nodes] == [len(KEYS)] * 2
-        assert await store.get_many_into(blocks_of(target)) == [BLOCK] * len(KEYS)
-        assert gpu.read(target) == CONTENT
-
-
-async def test_what_is_missing_on_one_node_is_none_and_the_rest_is_read() -> None:
-    async with two_nodes() as (_, gpu, url, (first, second)), infinistore.open_store(url) as store:
-        source, target = filled(gpu), gpu.tensor(len(CONTENT))
-        await store.register(source)
-        await store.register(target)
-        await store.put_many(blocks_of(source))
-        await store.delete(second)
-        found = await store.get_many_into(blocks_of(target))
-        assert found == [BLOCK if key in first else None for key in KEYS]
-        for index, key in enumerate(KEYS):
-            if key in first:
-                assert gpu.read(target)[index * BLOCK : (index + 1) * BLOCK] == CONTENT[:BLOCK]
-
-
 async def test_a_transfer_that_fails_to_one_node_is_an_error_that_names_it() -> None:
     """For memory of a GPU there is no other way, as with a single store."""
     async with two_nodes() as (fabric, gpu, url, (first, second)), infinistore.open_store(url) as store:

@@ -96,21 +96,6 @@ async def test_a_tensor_that_spans_several_allocations_is_exported_whole() -> No
         assert await store.get("a") == VALUE[5000:]
 
 
-async def test_thousands_of_blocks_over_the_limits_of_a_batch() -> None:
-    async with (
-        with_gpu(max_batch_keys=300, minimal_allocate_bytes=64) as (_, server, gpu),
-        infinistore.open_store(rdma_url(server)) as store,
-    ):
-        content = bytes(range(250)) * 80
-        source, target = filled(gpu, content), gpu.tensor(len(content))
-        await store.register(source)
-        await store.register(target)
-        spans = {f"{i}": slice(i * 20, i * 20 + 20) for i in range(1000)}
-        await store.put_many({key: source[span] for key, span in spans.items()})
-        assert await store.get_many_into({key: target[span] for key, span in spans.items()}) == [20] * 1000
-        assert gpu.read(target) == content
-
-
 async def test_missing_longer_and_skipped_blocks_are_as_with_other_memory() -> None:
     async with with_gpu() as (_, server, gpu), infinistore.open_store(rdma_url(server)) as store:
         source, target = filled(gpu), gpu.tensor(SIZE)

@@ -256,23 +256,13 @@ def test_what_waits_is_written_although_others_close_the_store_too(tmp_path: Pat
         assert read(opened.store, list(blocks)) == list(blocks.values())
 
 
-@pytest.mark.parametrize("kind", ON_DISK)
-def test_a_pool_over_a_disk_of_32_times_its_size(kind: str, loops: Loops, tmp_path: Path) -> None:
-    check_a_small_pool_over_a_large_disk(kind, loops, tmp_path / "disk", POOL_BYTES, BLOCK_BYTES)
-
-
 @pytest.mark.nightly
 def test_a_pool_of_64_mib_over_a_disk_of_2_gib(loops: Loops, tmp_path: Path) -> None:
-    check_a_small_pool_over_a_large_disk("shm-threads", loops, tmp_path / "disk", 64 * MIB, MIB)
-
-
-def check_a_small_pool_over_a_large_disk(
-    kind: str, loops: Loops, folder: Path, pool_bytes: int, block_bytes: int
-) -> None:
-    blocks = blocks_of(8 * pool_bytes, block_bytes)
-    config = with_disk(folder, prealloc_bytes=pool_bytes, disks=(DiskPlace(folder, 32 * pool_bytes),))
-    with STORES[kind](loops, config, {}, 1) as opened:
-        put_durably(opened, blocks, step=pool_bytes // block_bytes // 2)
+    blocks = blocks_of(8 * 64 * MIB, MIB)
+    folder = tmp_path / "disk"
+    config = with_disk(folder, prealloc_bytes=64 * MIB, disks=(DiskPlace(folder, 2048 * MIB),))
+    with STORES["shm-threads"](loops, config, {}, 1) as opened:
+        put_durably(opened, blocks, step=32)
         for _ in range(2):
             assert read(opened.store, list(blocks)) == list(blocks.values())
 

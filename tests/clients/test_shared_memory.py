@@ -4,6 +4,7 @@ and what they survive.
 
 import os
 import threading
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -18,7 +19,7 @@ from infinistore.client.environment import Environment
 from infinistore.client.movers.channel import Channel
 from infinistore.client.movers.shm.mapped_pool import Machine, MappedPool, ServerWatch
 from infinistore.client.movers.shm.mover import ask_arenas
-from infinistore.core.arena import Mapping, create_arena
+from infinistore.core.arena import Arena, Mapping, create_arena
 from infinistore.errors import OutOfMemory, ProtocolError, StoreUnavailable
 from infinistore.protocol.client_connection import ClientConnection
 from infinistore.protocol.effects import ReceiveDescriptors, Send
@@ -28,7 +29,7 @@ from infinistore.protocol.states import State
 from tests.bad_days.test_fork import in_child
 from tests.clients.on_this_host import best, open_files, server_process, serving
 from tests.ports import own_ports
-from tests.server.running import KIB, MIB, POOL_BYTES, running_server
+from tests.server.running import MIB, POOL_BYTES, running_server
 
 VALUE = bytes(range(256)) * 1024  # more than goes inline
 
@@ -73,17 +74,11 @@ async def test_puts_in_a_row_find_their_room_taken_and_leave_none_behind(tmp_pat
 # Which way
 
 
-async def test_a_server_on_this_host_is_used_by_shared_memory(tmp_path: Path) -> None:
-    async with serving(tmp_path) as server:
-        transport, reason = await way(best(server))
-        assert transport == "shm"
-        assert str(server.unix_path) in reason
-        await server.quiet()
-
-
-async def test_a_url_that_names_a_way_gets_that(tmp_path: Path) -> None:
+async def test_shared_memory_is_taken_unless_the_url_names_another_way(tmp_path: Path) -> None:
     async with serving(tmp_path) as server:
         port = server.server.addresses.port
+        transport, reason = await way(best(server))
+        assert (transport, str(server.unix_path) in reason) == ("shm", True)
         assert await way(f"tcp://127.0.0.1:{port}") == ("tcp", "the URL asks for TCP")
         assert await way(f"unix://{server.unix_path}") == ("unix", "the URL asks for a Unix socket")
         assert (await way(f"shm://{server.unix_path}"))[0] == "shm"
@@ -209,16 +204,6 @@ async def test_a_batch_of_exactly_inline_bytes_goes_inline(tmp_path: Path) -> No
         assert set(pool.mappings) == {(0, True), (0, False)}
 
 
-async def test_batches_larger_than_the_limits_are_split(tmp_path: Path) -> None:
-    async with serving(tmp_path, max_batch_keys=3, max_batch_bytes=64 * KIB, max_value_bytes=64 * KIB) as server:
-        async with infinistore.open_store(best(server), inline_bytes=0) as store:
-            items = {f"key {i}": os.urandom(20 * KIB) for i in range(20)} | {"large": os.urandom(64 * KIB)}
-            assert await store.put_many(items) == []
-            assert await store.put_many(items, replace=False) == list(items)
-            assert await store.get_many([*items, "gone"]) == [*items.values(), None]
-        await server.quiet()
-
-
 async def test_the_arenas_of_a_pool_that_has_grown_are_asked_for(tmp_path: Path) -> None:
     settings: dict[str, Any] = {"auto_increase": True, "max_pool_bytes": 3 * POOL_BYTES}
     async with serving(tmp_path, **settings) as server, infinistore.open_store(best(server)) as store:
@@ -268,15 +253,6 @@ async def test_a_refused_put_keeps_its_connection(tmp_path: Path) -> None:
         assert server.server.telemetry.statistics().connections_total == accepted
 
 
-async def test_two_stores_in_one_process_have_mappings_of_their_own(tmp_path: Path) -> None:
-    async with serving(tmp_path) as server, infinistore.open_store(best(server)) as one:
-        async with infinistore.open_store(best(server)) as other:
-            await one.put("a", VALUE)
-            assert await other.get("a") == VALUE
-            await other.put("b", VALUE)
-        assert await one.get("b") == VALUE
-
-
 # What is left behind
 
 
@@ -293,10 +269,22 @@ async def test_all_descriptors_are_closed_with_the_store_and_not_inherited_befor
         assert open_files() <= before
 
 
-def test_a_store_that_is_closed_during_a_copy_ends_that_call_with_an_error(tmp_path: Path) -> None:
+@pytest.fixture
+def arena() -> Iterator[Arena]:
     arena = create_arena(0, MIB)
+    yield arena
+    arena.close()
+
+
+def pool_of(arena: Arena, length: int = MIB) -> MappedPool:
+    """A client's mapping of a pool of one arena, of this length as the server says."""
     pool = MappedPool("instance")
-    pool.add(0, [MIB], [os.dup(arena.fd)], writable=True)
+    pool.add(0, [length], [os.dup(arena.fd)], writable=True)
+    return pool
+
+
+def test_a_store_that_is_closed_during_a_copy_ends_that_call_with_an_error(arena: Arena) -> None:
+    pool = pool_of(arena)
     (view,) = pool.views([0], [MIB], writable=True)
     pool.close()
     view[:3] = b"abc"
@@ -304,28 +292,21 @@ def test_a_store_that_is_closed_during_a_copy_ends_that_call_with_an_error(tmp_p
     with pytest.raises(StoreUnavailable):
         pool.views([0], [MIB], writable=True)
     view.release()
-    arena.close()
 
 
 @pytest.mark.parametrize(("place", "size"), [(0, MIB + 1), (MIB, 1), (MIB - 1, 2), (1 << 48, 1), (2**64 - 1, 1)])
-def test_a_place_outside_the_arenas_is_not_touched(place: int, size: int) -> None:
-    arena = create_arena(0, MIB)
-    pool = MappedPool("instance")
-    pool.add(0, [MIB], [os.dup(arena.fd)], writable=True)
+def test_a_place_outside_the_arenas_is_not_touched(arena: Arena, place: int, size: int) -> None:
+    pool = pool_of(arena)
     with pytest.raises(ProtocolError):
         pool.views([place], [size], writable=False)
     pool.close()
-    arena.close()
 
 
-def test_an_arena_that_is_shorter_than_the_server_says_is_not_mapped() -> None:
-    arena = create_arena(0, MIB)
-    pool = MappedPool("instance")
-    pool.add(0, [2 * MIB], [os.dup(arena.fd)], writable=True)
+def test_an_arena_that_is_shorter_than_the_server_says_is_not_mapped(arena: Arena) -> None:
+    pool = pool_of(arena, 2 * MIB)
     with pytest.raises(ProtocolError, match="not as long"):
         pool.views([0], [1], writable=False)
     pool.close()
-    arena.close()
 
 
 async def test_a_store_takes_memory_threads_and_the_watch_from_the_machine_that_it_is_given(tmp_path: Path) -> None:
@@ -354,30 +335,27 @@ async def test_a_store_takes_memory_threads_and_the_watch_from_the_machine_that_
 
 
 @pytest.mark.parametrize(("lengths", "count"), [(1, 0), (0, 1), (1, 2), (2, 1)])
-def test_arenas_and_descriptors_that_do_not_match_are_refused_and_closed(lengths: int, count: int) -> None:
-    arena = create_arena(0, MIB)
+def test_arenas_and_descriptors_that_do_not_match_are_refused_and_closed(
+    arena: Arena, lengths: int, count: int
+) -> None:
     before = open_files()
     pool = MappedPool("instance")
     with pytest.raises(ProtocolError):
         pool.add(0, [MIB] * lengths, [os.dup(arena.fd) for _ in range(count)], writable=True)
     assert pool.arena_count == 0
     assert open_files() <= before
-    arena.close()
 
 
-def test_arenas_that_are_asked_for_in_vain_change_nothing() -> None:
+def test_arenas_that_are_asked_for_in_vain_change_nothing(arena: Arena) -> None:
     """The call is dropped after descriptors have come, and before the whole
     reply has.
     """
-    arena = create_arena(0, MIB)
-    pool = MappedPool("instance")
-    pool.add(0, [MIB], [os.dup(arena.fd)], writable=True)
+    pool = pool_of(arena)
     before = open_files()
     connection = ClientConnection()
     connection.state = State.READY
-    hello = HelloReply("instance", "1", MIB, 10, MIB, MIB)
     channel = Channel(connection, mock.Mock(), lambda: 0.0, verify=True)
-    channel.hello = hello
+    channel.hello = HelloReply("instance", "1", MIB, 10, MIB, MIB)
     exchange = ask_arenas(channel, pool)
     assert isinstance(exchange.send(None), Send)
     effect = exchange.send(0)
@@ -387,7 +365,6 @@ def test_arenas_that_are_asked_for_in_vain_change_nothing() -> None:
     assert (pool.arena_count, pool.writable) == (1, True)
     assert open_files() <= before
     pool.close()
-    arena.close()
 
 
 # Threads and forks

@@ -6,8 +6,6 @@ import ssl
 import subprocess
 import sys
 from collections.abc import Callable, Iterable
-from concurrent.futures import ThreadPoolExecutor
-from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +18,6 @@ from infinistore.cli.options import Target, unix_url
 from infinistore.errors import ConfigError, DeadlineExceeded, StoreUnavailable, TlsFailed
 from tests.clients.dresses import DRESSES, opened, serving, url_of
 from tests.clients.stores import Loops, differing
-from tests.ports import own_ports
 from tests.server.running import MIB
 from tests.transports.certificates import issue
 
@@ -46,6 +43,7 @@ def refusal(loops: Loops, dress: str, url: str, **options: Any) -> str:
 def test_blocks_of_any_length_travel_both_ways(loops: Loops, dress: str, tmp_path: Path) -> None:
     files = issue(tmp_path)
     blocks = {f"block-{size}": os.urandom(size) for size in (1, 100, 16384, 16385, 100_000, 3 * MIB)}
+    blocks |= {f"small-{index}": os.urandom(64) for index in range(3000)}  # many share a record
     with serving(loops, files) as server, opened(loops, dress, url_of(server, f"?ca={files.ca}")) as store:
         store.put_many(blocks)
         assert read(store, blocks) == blocks
@@ -55,14 +53,6 @@ def test_blocks_of_any_length_travel_both_ways(loops: Loops, dress: str, tmp_pat
         assert store.stats().transport == "tls"
 
 
-def test_many_small_blocks_share_records(loops: Loops, tmp_path: Path) -> None:
-    files = issue(tmp_path)
-    blocks = {f"block-{index}": os.urandom(64) for index in range(3000)}
-    with serving(loops, files) as server, opened(loops, "threads", url_of(server, f"?ca={files.ca}")) as store:
-        store.put_many(blocks)
-        assert read(store, blocks) == blocks
-
-
 @by_one_dress
 def test_a_context_says_the_same_as_files(loops: Loops, dress: str, tmp_path: Path) -> None:
     files = issue(tmp_path)
@@ -70,21 +60,6 @@ def test_a_context_says_the_same_as_files(loops: Loops, dress: str, tmp_path: Pa
     with serving(loops, files) as server, opened(loops, dress, server.url, tls=context) as store:
         store.put("key", b"value")
         assert store.get("key") == b"value"
-
-
-def test_many_calls_at_a_time_share_the_connections(loops: Loops, tmp_path: Path) -> None:
-    files = issue(tmp_path)
-    with serving(loops, files) as server, opened(loops, "threads", url_of(server, f"?ca={files.ca}")) as store:
-
-        def work(number: int) -> None:
-            value = os.urandom(200_000)
-            for _ in range(5):
-                store.put(f"key-{number}", value)
-                assert store.get(f"key-{number}") == value
-
-        with ThreadPoolExecutor(8) as threads:
-            list(threads.map(work, range(8)))
-        assert store.stats().store.keys == 8
 
 
 def test_a_server_that_asks_for_certificates_lets_in_who_has_one(loops: Loops, dress: str, tmp_path: Path) -> None:
@@ -211,19 +186,6 @@ def test_every_node_of_a_cluster_is_reached_by_tls(loops: Loops, dress: str, whe
             assert read(store, blocks) == blocks
         assert len(one.core) + len(two.core) == 50
         assert min(len(one.core), len(two.core)) > 0
-
-
-def test_a_server_that_returns_is_found_again(loops: Loops, dress: str, tmp_path: Path) -> None:
-    files = issue(tmp_path)
-    (port,) = own_ports(1)
-    with ExitStack() as until_end:
-        with serving(loops, files, service_port=port) as server:
-            store = until_end.enter_context(opened(loops, dress, url_of(server, f"?ca={files.ca}")))
-            store.put("key", b"value")
-        with serving(loops, files, service_port=port):
-            assert not store.exists("key")
-            store.put("key", b"other")
-            assert store.get("key") == b"other"
 
 
 @pytest.mark.parametrize(

@@ -179,19 +179,6 @@ def test_a_draining_node_is_read_and_not_written_to(three: Cluster) -> None:
         assert store.exists_many(NAMES) == [False] * len(NAMES)
 
 
-def test_what_was_put_while_one_node_drained_is_found_while_the_next_one_drains_too(three: Cluster) -> None:
-    given = Given(states(three, DRAINING, SERVING, SERVING))
-    with open_given(given) as store:
-        store.put_many(BLOCKS)
-        given.give(states(three, DRAINING, DRAINING, SERVING))
-        assert store.get_many(NAMES) == list(BLOCKS.values())
-        assert store.match_prefix(NAMES) == len(NAMES)
-        given.give(states(three, DRAINING, DRAINING, JOINING))
-        assert store.exists_many(NAMES) == [True] * len(NAMES)
-        assert store.delete(NAMES) == len(NAMES)
-        assert [member.keys() for member in three.members] == [set()] * 3
-
-
 def on_machines(cluster: Cluster, *machines: str) -> list[Any]:
     return [attrs.evolve(node, host=host) for node, host in zip(cluster.nodes(), machines, strict=False)]
 
