@@ -11,11 +11,12 @@ from contextlib import asynccontextmanager, contextmanager
 from pathlib import Path
 from typing import Any
 
+import infinistore
 from tests import warm
 from tests.bad_days.servers import ServerProcess
 from tests.server.running import RunningServer, make_config, running_server
 
-__all__ = ["best", "mapped_pools", "open_files", "run_client", "server_process", "serving", "shm"]
+__all__ = ["best", "mapped_pools", "open_files", "run_client", "server_process", "serving", "shm", "way"]
 
 
 @asynccontextmanager
@@ -45,6 +46,15 @@ def shm(folder: Path) -> str:
 def best(server: RunningServer | ServerProcess) -> str:
     """The URL that leaves the way open."""
     return server.url.replace("tcp://", "infinistore://")
+
+
+async def way(url: str) -> tuple[str, str]:
+    """Which transport a store takes, and why; a block goes there and back."""
+    async with infinistore.open_store(url) as store:
+        await store.put("way", block := bytes(range(256)) * 1024)  # more than goes inline
+        assert await store.get("way") == block
+        stats = await store.stats()
+        return stats.transport, stats.transport_reason
 
 
 def run_client(url: str, code: str) -> subprocess.Popen[bytes]:

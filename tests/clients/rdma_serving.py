@@ -1,8 +1,10 @@
 """Servers with devices made of memory copies, for the tests of stores that use RDMA."""
 
-from collections.abc import AsyncGenerator, Sequence
+from collections.abc import AsyncGenerator, Awaitable, Callable, Sequence
 from contextlib import asynccontextmanager
 from typing import Any
+
+import trio
 
 from infinistore.cluster.locate import StaticPlace, parse_cluster_url
 from infinistore.cluster.membership import StaticMembership
@@ -11,7 +13,7 @@ from infinistore.transports.rdma.verbs import DeviceLimits
 from tests.server.running import RunningServer, make_config, running_server, until
 from tests.transports.fake_rdma import Fabric, fabric_in_use
 
-__all__ = ["VALUE", "best_url", "rdma_url", "serving", "serving_two", "until_work_is_held"]
+__all__ = ["VALUE", "best_url", "cancel_on_the_way", "rdma_url", "serving", "serving_two", "until_work_is_held"]
 
 VALUE = bytes(range(256)) * 64
 
@@ -52,3 +54,13 @@ def best_url(server: RunningServer) -> str:
 
 async def until_work_is_held(fabric: Fabric) -> None:
     await until(lambda: fabric.work)
+
+
+async def cancel_on_the_way(fabric: Fabric, call: Callable[..., Awaitable[object]], *arguments: Any) -> None:
+    """Cancel a call whose transfer the fabric holds."""
+    fabric.held = True
+    with trio.CancelScope() as scope:
+        async with trio.open_nursery() as nursery:
+            nursery.start_soon(call, *arguments)
+            await until_work_is_held(fabric)
+            scope.cancel()

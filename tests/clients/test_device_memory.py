@@ -17,7 +17,7 @@ import infinistore
 from infinistore import aio, blocking
 from infinistore.errors import BufferTooSmall, DeviceMemoryUnreachable, KeyNotFound, TransferFailed
 from infinistore.transports.rdma.verbs import NoRdma
-from tests.clients.rdma_serving import VALUE, best_url, rdma_url, serving, until_work_is_held
+from tests.clients.rdma_serving import VALUE, best_url, cancel_on_the_way, rdma_url, serving, until_work_is_held
 from tests.clients.stores import damage
 from tests.server.running import RunningServer
 from tests.transports.fake_gpu import FakeGpu, gpu_in_use
@@ -332,6 +332,16 @@ async def test_memory_that_is_unregistered_under_a_transfer_is_not_touched_any_m
         assert registration.device_memory is None
         with pytest.raises(DeviceMemoryUnreachable, match="not registered"):
             await store.get_into("a", target)
+
+
+async def test_nothing_is_written_to_a_gpu_after_a_cancelled_get() -> None:
+    async with with_gpu() as (fabric, server, gpu), infinistore.open_store(rdma_url(server)) as store:
+        await store.put("a", VALUE)
+        target = gpu.tensor(SIZE)
+        await store.register(target)
+        await cancel_on_the_way(fabric, store.get_into, "a", target)
+        fabric.release()
+        assert gpu.read(target) == bytes(SIZE)
 
 
 async def test_other_drivers_use_it_too() -> None:

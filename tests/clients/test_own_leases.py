@@ -6,11 +6,9 @@ import gc
 
 import pytest
 
-from infinistore.errors import (
-    LimitExceeded,
-    StoreUnavailable,
-)
+from infinistore.errors import LimitExceeded, StoreUnavailable
 from infinistore.protocol.shared_tables import HAZARD_SLOTS
+from tests.bad_days.test_fork import in_child
 from tests.clients.own_reading import READS, REMOVALS, SHORT, arrays_of, knows, needs_tables, values_of
 from tests.clients.shared_serving import LONG, Shared, shared_serving
 from tests.clients.stores import Loops
@@ -98,27 +96,23 @@ def test_after_the_server_ended_a_connection_nothing_is_read_over_it(shared: Sha
 
 
 def test_more_leases_than_a_client_can_pin_by_itself(loops: Loops) -> None:
-    with shared_serving(loops, "threads", prealloc_bytes=16 * MIB) as shared:
-        lease_more_than_fit_the_table(shared)
-
-
-def lease_more_than_fit_the_table(shared: Shared) -> None:
     blocks = {f"key {i}": bytes([i]) * KIB for i in range(100)}
-    store = shared.open(inline_bytes=0)
-    store.put_many(blocks)
-    knows(store, blocks)
-    held = [arrays_of(store, *blocks) for _ in range(HAZARD_SLOTS // 100 + 5)]
-    assert shared.core_statistics().leases == len(held)
-    assert READS["get_many"](shared.open()) == [b"", b""]
-    del held[3:]
-    held += [arrays_of(store, *blocks) for _ in range(3)]
-    shared.until(leases=6)
-    store.purge()
-    for arrays in held:
-        assert [array.tobytes() for array in arrays] == list(blocks.values())
-    del held, arrays
-    store.exists("key 1")
-    shared.until(leases=0, pinned_bytes=0, used_bytes=0)
+    with shared_serving(loops, "threads", prealloc_bytes=16 * MIB) as shared:
+        store = shared.open(inline_bytes=0)
+        store.put_many(blocks)
+        knows(store, blocks)
+        held = [arrays_of(store, *blocks) for _ in range(HAZARD_SLOTS // 100 + 5)]
+        assert shared.core_statistics().leases == len(held)
+        assert READS["get_many"](shared.open()) == [b"", b""]
+        del held[3:]
+        held += [arrays_of(store, *blocks) for _ in range(3)]
+        shared.until(leases=6)
+        store.purge()
+        for arrays in held:
+            assert [array.tobytes() for array in arrays] == list(blocks.values())
+        del held, arrays
+        store.exists("key 1")
+        shared.until(leases=0, pinned_bytes=0, used_bytes=0)
 
 
 def test_a_batch_of_more_blocks_than_a_client_can_pin_by_itself_is_asked_for(one_kind: Shared) -> None:
@@ -140,8 +134,6 @@ def test_a_batch_of_more_blocks_than_a_client_can_pin_by_itself_is_asked_for(one
 
 @pytest.mark.process
 def test_the_end_of_a_forked_child_leaves_what_the_parent_reads_alone(one_kind: Shared) -> None:
-    from tests.bad_days.test_fork import in_child
-
     store, other = one_kind.open(), one_kind.open()
     other.put_many(LONG)
     knows(store, LONG)

@@ -4,12 +4,10 @@ That they never read it wrongly: `test_own_reads_machine.py`; leases:
 `test_own_leases.py`; many threads: `test_own_reads_at_once.py`.
 """
 
-from pathlib import Path
 from typing import Any
 
 import pytest
 
-import infinistore
 from infinistore.core.arena import Arena, create_arena
 from infinistore.errors import (
     BufferTooSmall,
@@ -22,7 +20,7 @@ from infinistore.server.environment import Environment
 from tests.clients.own_reading import LOOKUPS, READS, REMOVALS, SHORT, arrays_of, knows, needs_tables, values_of
 from tests.clients.shared_serving import LONG, Shared, shared_serving
 from tests.clients.stores import Loops, damage
-from tests.server.running import KIB, make_config, running_server
+from tests.server.running import KIB
 
 pytestmark = [needs_tables, pytest.mark.filterwarnings("ignore::infinistore.LeaseStillInUse")]
 
@@ -201,20 +199,6 @@ def test_a_server_that_has_drained_is_unavailable(shared: Shared, with_arrays: b
         with pytest.raises(StoreUnavailable):
             call(store)
     assert [array.tobytes() for array in arrays] == list(LONG.values())[: len(arrays)]
-
-
-async def test_a_server_restarted_at_the_same_path_is_not_taken_for_the_one_before(tmp_path: Path) -> None:
-    config = make_config(unix_socket=str(tmp_path / "store.sock"))
-    async with infinistore.open_store(f"shm://{tmp_path}/store.sock", lazy=True) as store:
-        for number in range(3):
-            async with running_server(config):
-                blocks = {key: value + bytes([number]) for key, value in LONG.items()}
-                for _ in range(2):
-                    assert await store.get_many(["a", "b"]) == [None, None]
-                    assert await store.exists_many(["a", "b"]) == [False, False]
-                await store.put_many(blocks)
-                for _ in range(3):
-                    assert await store.get_many(["a", "b"]) == list(map(bytearray, blocks.values()))
 
 
 # Bounds

@@ -31,6 +31,7 @@ from infinistore.server.movers import rdma as server_rdma
 from infinistore.transports.rdma.devices import Place
 from infinistore.transports.rdma.verbs import DeviceLimits, NoRdma
 from tests.bad_days.test_fork import in_child
+from tests.clients.on_this_host import way
 from tests.clients.rdma_serving import VALUE, best_url, rdma_url, serving, serving_two, until_work_is_held
 from tests.server.running import KIB, MIB, make_config, running_server, until
 from tests.transports.fake_rdma import Fabric, fabric_in_use
@@ -38,15 +39,6 @@ from tests.transports.fake_rdma import Fabric, fabric_in_use
 REMOTE_ACCESS = 10
 KEYS = [f"key-{number}" for number in range(64)]  # ports decide who owns which, and each owns some
 LARGE = DeviceLimits(depth=256, longest_bytes=1 << 30)
-
-
-async def way(url: str) -> tuple[str, str]:
-    """Which transport a store takes, and why; a block goes there and back."""
-    async with infinistore.open_store(url) as store:
-        await store.put("way", VALUE)
-        assert await store.get("way") == VALUE
-        stats = await store.stats()
-        return stats.transport, stats.transport_reason
 
 
 # Which way
@@ -57,7 +49,7 @@ async def test_a_url_that_asks_for_rdma_gets_it() -> None:
         for url in (rdma_url(server), best_url(server)):
             before = fabric.moved_bytes
             assert await way(url) == ("rdma", "by fake1 port 1")
-            assert fabric.moved_bytes - before == 2 * len(VALUE)
+            assert fabric.moved_bytes - before == 2 * 256 * 1024, "a block went there and back"
         await server.quiet()
 
 

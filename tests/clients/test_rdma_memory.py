@@ -10,7 +10,7 @@ import trio
 import infinistore
 from infinistore import aio, blocking
 from infinistore.errors import DeadlineExceeded
-from tests.clients.rdma_serving import VALUE, best_url, rdma_url, serving, until_work_is_held
+from tests.clients.rdma_serving import VALUE, best_url, cancel_on_the_way, rdma_url, serving, until_work_is_held
 from tests.clients.stores import shorten_deadline
 from tests.clients.test_cancellation import cancel_at_each_await
 
@@ -20,12 +20,7 @@ async def test_nothing_is_written_to_the_callers_memory_after_a_cancelled_get() 
         await store.put("a", VALUE)
         target = bytearray(len(VALUE))
         await store.register(target)
-        fabric.held = True
-        with trio.CancelScope() as scope:
-            async with trio.open_nursery() as nursery:
-                nursery.start_soon(store.get_into, "a", target)
-                await until_work_is_held(fabric)
-                scope.cancel()
+        await cancel_on_the_way(fabric, store.get_into, "a", target)
         fabric.release()
         assert not any(target)
         assert fabric.moved_bytes == len(VALUE), "the put, and nothing since"
@@ -37,12 +32,7 @@ async def test_nothing_is_read_from_the_callers_memory_after_a_cancelled_put() -
     async with serving() as (fabric, server), infinistore.open_store(rdma_url(server)) as store:
         source = bytearray(VALUE)
         await store.register(source)
-        fabric.held = True
-        with trio.CancelScope() as scope:
-            async with trio.open_nursery() as nursery:
-                nursery.start_soon(store.put, "a", source)
-                await until_work_is_held(fabric)
-                scope.cancel()
+        await cancel_on_the_way(fabric, store.put, "a", source)
         source[:] = bytes(len(source))
         fabric.release()
         assert fabric.moved_bytes == 0

@@ -18,7 +18,7 @@ from tests.clients.stores import REMOTE, STORES, Loops, servers_lack
 from tests.clients.test_disks import with_disk
 from tests.cluster_client.clusters import PATIENT
 from tests.ports import own_ports
-from tests.server.running import KIB, make_config, running_server
+from tests.server.running import KIB, make_config, running_server, until
 
 BLOCK = b"x" * KIB
 
@@ -100,15 +100,11 @@ async def test_lookups_go_on_while_many_follow() -> None:
 
         for _ in range(4):
             nursery.start_soon(follow)
-        with trio.fail_after(60):
-            while len(server.core.removal_log.waiting) < 4:
-                await trio.lowlevel.checkpoint()
-            await store.put("a", BLOCK)
-            for _ in range(20):
-                assert await store.exists("a")
-            await store.delete(["a"])
-            while len(ended) < 4:
-                await trio.lowlevel.checkpoint()
+        await until(lambda: len(server.core.removal_log.waiting) == 4)
+        await store.put("a", BLOCK)
+        for _ in range(20):
+            assert await store.exists("a")
+        await store.delete(["a"])
     assert ended == ["a"] * 4
 
 
@@ -118,8 +114,7 @@ async def test_a_step_that_is_cancelled_loses_nothing() -> None:
         await anext(batches)
         async with trio.open_nursery() as nursery:
             nursery.start_soon(anext, batches)
-            while not server.core.removal_log.waiting:
-                await trio.lowlevel.checkpoint()
+            await until(lambda: server.core.removal_log.waiting)
             nursery.cancel_scope.cancel()
         await store.put("a", BLOCK)
         await store.delete(["a"])

@@ -27,20 +27,11 @@ from infinistore.protocol.messages import HelloReply
 from infinistore.protocol.shared_tables import tables_are_safe_here
 from infinistore.protocol.states import State
 from tests.bad_days.test_fork import in_child
-from tests.clients.on_this_host import best, open_files, server_process, serving
+from tests.clients.on_this_host import best, open_files, server_process, serving, way
 from tests.ports import own_ports
 from tests.server.running import MIB, POOL_BYTES, running_server
 
 VALUE = bytes(range(256)) * 1024  # more than goes inline
-
-
-async def way(url: str, **options: Any) -> tuple[str, str]:
-    """Which transport a store takes, and why; a block goes there and back."""
-    async with infinistore.open_store(url, **options) as store:
-        await store.put("way", VALUE)
-        assert await store.get("way") == VALUE
-        stats = await store.stats()
-        return stats.transport, stats.transport_reason
 
 
 # Room for the next put
@@ -170,9 +161,13 @@ async def test_a_server_that_was_restarted_is_found_again_with_new_arenas(tmp_pa
     async with infinistore.open_store(f"infinistore://127.0.0.1:{port}", lazy=True) as store:
         for number in range(4):
             async with serving(tmp_path, service_port=port):
-                assert await store.get_many(["key"]) == [None]
-                await store.put("key", VALUE)
-                assert await store.get("key") == VALUE
+                value = VALUE + bytes([number])
+                for _ in range(2):
+                    assert await store.get_many(["key"]) == [None]
+                    assert not await store.exists("key")
+                await store.put("key", value)
+                for _ in range(3):  # which it soon knows
+                    assert await store.get("key") == value
                 assert (await store.stats()).transport == "shm"
                 assert open_files() <= before or not number
                 before = open_files()

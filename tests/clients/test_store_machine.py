@@ -175,11 +175,6 @@ class ClientMachine(RuleBasedStateMachine):
         with pytest.raises(ValueTooLarge):
             self.store.put_many({**items, key: bytes(64 * KIB + 1)})
 
-    @rule(items=st.sampled_from([[("a", b"1"), ("a", b"2")], [("", b"1")], [("a", b"")], [("k" * 1025, b"1")]]))
-    def put_what_nobody_may_put(self, items: list[tuple[str, bytes]]) -> None:
-        with pytest.raises(ValueError, match=r"."):
-            self.store.put_many(items)
-
     # Reading
 
     @rule(keys=some_keys | runs_of_keys)

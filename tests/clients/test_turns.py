@@ -4,6 +4,7 @@ need not wait for anything.
 
 import asyncio
 from collections.abc import Callable
+from contextlib import suppress
 from typing import Any
 
 import pytest
@@ -14,6 +15,7 @@ import infinistore
 from infinistore import aio
 from infinistore.aio import AsyncStore
 from infinistore.errors import StoreUnavailable
+from tests.clients.event_loops import under_asyncio
 from tests.clients.shared_serving import LONG, Shared
 
 KNOWN: list[Callable[[AsyncStore], Any]] = [
@@ -61,7 +63,8 @@ async def test_a_call_of_a_trio_store_that_is_cancelled_before_it_begins_asks_no
 
 
 @pytest.mark.parametrize("embedded", [False, True])
-def test_calls_of_an_asyncio_store_in_a_row_let_others_run_between_them(embedded: bool, one_kind: Shared) -> None:
+@under_asyncio
+async def test_calls_of_an_asyncio_store_in_a_row_let_others_run_between_them(embedded: bool, one_kind: Shared) -> None:
     turns = 0
 
     async def others() -> None:
@@ -70,52 +73,41 @@ def test_calls_of_an_asyncio_store_in_a_row_let_others_run_between_them(embedded
             turns += 1
             await asyncio.sleep(0)
 
-    async def main() -> None:
-        async with aio.open_store(None if embedded else one_kind.url) as store:
-            await store.put_many(LONG)
-            await store.get_many(list(LONG))
-            task = asyncio.create_task(others())
-            for call in KNOWN:
-                before = turns
-                for _ in range(20):
-                    await call(store)
-                assert turns - before >= 19
-            task.cancel()
-
-    asyncio.run(main())
+    async with aio.open_store(None if embedded else one_kind.url) as store:
+        await store.put_many(LONG)
+        await store.get_many(list(LONG))
+        task = asyncio.create_task(others())
+        for call in KNOWN:
+            before = turns
+            for _ in range(20):
+                await call(store)
+            assert turns - before >= 19
+        task.cancel()
 
 
-def test_an_asyncio_loop_of_calls_that_fail_at_once_ends_with_its_time() -> None:
+@under_asyncio
+async def test_an_asyncio_loop_of_calls_that_fail_at_once_ends_with_its_time() -> None:
     calls = 0
-
-    async def main() -> None:
-        nonlocal calls
-        async with aio.open_store("unix:///nowhere/socket", lazy=True) as store:
-            with pytest.raises(StoreUnavailable):
-                await store.get("a")  # tries until the circuit is open
+    async with aio.open_store("unix:///nowhere/socket", lazy=True) as store:
+        with pytest.raises(StoreUnavailable):
+            await store.get("a")  # tries until the circuit is open
+        with suppress(TimeoutError):
             async with asyncio.timeout(0):
                 while calls < 1000:
                     calls += 1
                     with pytest.raises(StoreUnavailable, match="not tried again"):
                         await store.get("a")
-
-    with pytest.raises(TimeoutError):
-        asyncio.run(main())
     assert calls < 1000
 
 
-def test_an_asyncio_loop_of_reads_that_wait_for_nobody_ends_with_its_time(one_kind: Shared) -> None:
+@under_asyncio
+async def test_an_asyncio_loop_of_reads_that_wait_for_nobody_ends_with_its_time(one_kind: Shared) -> None:
     calls = 0
-
-    async def main() -> None:
-        nonlocal calls
-        async with aio.open_store(one_kind.url) as store:
-            await store.put_many(LONG)
+    async with aio.open_store(one_kind.url) as store:
+        await store.put_many(LONG)
+        with suppress(TimeoutError):
             async with asyncio.timeout(0):
                 while calls < 1000:
                     calls += 1
                     await store.get("a")
-
-    with pytest.raises(TimeoutError):
-        asyncio.run(main())
     assert calls < 1000
