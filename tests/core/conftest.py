@@ -10,7 +10,7 @@ import pytest
 
 from examples.first_fit_allocator import FirstFitAllocator
 from infinistore.allocators import Allocator, create_allocator
-from infinistore.core import Pool, StoreCore, Watermarks, create_arena
+from infinistore.core import Client, Pool, StoreCore, Watermarks, create_arena
 
 UNIT_BYTES = 64
 
@@ -60,3 +60,14 @@ def make_core(allocator_name: str, clock: FakeClock) -> Iterator[Callable[..., S
     yield create
     for pool in pools:
         pool.close()
+
+
+@pytest.fixture
+def core(make_core: Callable[..., StoreCore]) -> StoreCore:
+    """A store of one arena of 4 KiB, with room for 64 blocks of a unit."""
+    return make_core()
+
+
+@pytest.fixture
+def client(core: StoreCore) -> Client:
+    return core.open_client("a")

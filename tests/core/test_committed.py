@@ -31,8 +31,7 @@ def things_within(thing: object, path: str, seen: set[int]) -> Iterator[tuple[st
         yield from things_within(getattr(thing, name, None), f"{path}.{name}", seen)
 
 
-def test_the_store_has_its_index_in_one_place_where_nobody_comes_by_mistake(make_core: MakeCore) -> None:
-    core = make_core()
+def test_the_store_has_its_index_in_one_place_where_nobody_comes_by_mistake(core: StoreCore) -> None:
     put(core, core.open_client("a"), blocks("k"))
     places = [path for path, thing in things_within(core, "core", set()) if isinstance(thing, Index)]
     assert places == ["core.committed._CommittedIndex__index"]
@@ -85,8 +84,7 @@ def test_recency_alone_can_be_reached_without_committing() -> None:
     assert not any("__index" in inspect.getsource(made[name]) for name in of_reservations)
 
 
-def test_a_use_that_is_told_of_in_the_middle_of_a_removal_commits_nothing(make_core: MakeCore) -> None:
-    core = make_core()
+def test_a_use_that_is_told_of_in_the_middle_of_a_removal_commits_nothing(core: StoreCore) -> None:
     client, reader = core.open_client("a"), core.open_client("reader")
     put(core, client, blocks("k"))
     writer = prepare(core, client, blocks("k"))

@@ -22,8 +22,7 @@ def copy(core: StoreCore, mark: int, names: list[str]) -> list[str]:
     return [name for position, name in enumerate(names) if position not in skipped]
 
 
-def test_a_copy_skips_what_was_deleted_after_its_mark_and_what_is_there(make_core: Callable[..., StoreCore]) -> None:
-    core = make_core()
+def test_a_copy_skips_what_was_deleted_after_its_mark_and_what_is_there(core: StoreCore) -> None:
     core.deletions.mark()
     core.delete(["a"])
     mark = core.deletions.mark()
@@ -42,10 +41,7 @@ def test_a_copy_skips_what_was_deleted_after_its_mark_and_what_is_there(make_cor
         lambda core: core.deletions.mark(ends_earlier=True),
     ],
 )
-def test_no_earlier_mark_counts_after_a_purge(
-    make_core: Callable[..., StoreCore], remove: Callable[[StoreCore], object]
-) -> None:
-    core = make_core()
+def test_no_earlier_mark_counts_after_a_purge(core: StoreCore, remove: Callable[[StoreCore], object]) -> None:
     mark = core.deletions.mark()
     remove(core)
     assert copy(core, mark, KEYS) == []
@@ -54,10 +50,9 @@ def test_no_earlier_mark_counts_after_a_purge(
 
 @pytest.mark.parametrize("purge", [lambda core: core.purge(), lambda core: sum(core.purge_in_slices())])
 def test_a_purge_notes_no_single_keys(
-    make_core: Callable[..., StoreCore], purge: Callable[[StoreCore], int], monkeypatch: pytest.MonkeyPatch
+    core: StoreCore, purge: Callable[[StoreCore], int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """It has noted all of them, and would take twice as long."""
-    core = make_core()
     copy(core, core.deletions.mark(), KEYS)
     noted: list[str] = []
     monkeypatch.setattr(core.deletions, "note", noted.extend)

@@ -72,10 +72,7 @@ def lose(core: StoreCore, key: str, how: str) -> None:
 
 
 @pytest.mark.parametrize("how", ["delete", "replace", "purge", "verify", "evict"])
-def test_a_block_that_a_client_reads_by_itself_keeps_its_bytes_until_it_says_no_more(
-    make_core: MakeCore, how: str
-) -> None:
-    core = make_core()
+def test_a_block_that_a_client_reads_by_itself_keeps_its_bytes_until_it_says_no_more(core: StoreCore, how: str) -> None:
     reader = Reader(core)
     put(core, core.open_client("a"), {"k": b"precious"})
     entry = entry_of(core, "k")
@@ -105,8 +102,7 @@ def test_room_that_a_reader_has_done_with_is_there_for_the_next_reservation(make
     core.reserve(writer, [64] * 64)
 
 
-def test_eviction_by_hand_takes_no_more_than_it_must_when_a_reader_has_just_done(make_core: MakeCore) -> None:
-    core = make_core()
+def test_eviction_by_hand_takes_no_more_than_it_must_when_a_reader_has_just_done(core: StoreCore) -> None:
     reader = Reader(core)
     put(core, core.open_client("a"), blocks(*map(str, range(64))))
     reader.read("0", "1")
@@ -116,8 +112,7 @@ def test_eviction_by_hand_takes_no_more_than_it_must_when_a_reader_has_just_done
     assert len(core) == 62
 
 
-def test_a_block_read_and_leased_goes_with_the_last_of_both(make_core: MakeCore) -> None:
-    core = make_core()
+def test_a_block_read_and_leased_goes_with_the_last_of_both(core: StoreCore) -> None:
     reader, other = Reader(core), core.open_client("other")
     put(core, other, blocks("k"))
     reader.read("k", "k")
@@ -153,9 +148,8 @@ def test_what_a_client_reads_by_itself_counts_as_leased(make_core: MakeCore) -> 
     core.lease(reader.client, ["19"])
 
 
-def test_a_read_that_takes_the_place_of_another_is_seen(make_core: MakeCore) -> None:
+def test_a_read_that_takes_the_place_of_another_is_seen(core: StoreCore) -> None:
     """Both of the same blocks, and of others."""
-    core = make_core()
     reader = Reader(core)
     put(core, core.open_client("a"), blocks("a", "b"))
     for number, keys in enumerate((["a"], ["a", "b"], ["b"], ["b"]), 1):
@@ -182,8 +176,7 @@ def test_of_two_blocks_read_one_after_the_other_the_second_is_pinned(make_core: 
     assert bytes(core.pool.view(second[:3])) == b"second"
 
 
-def test_a_client_that_is_closed_is_not_asked_again(make_core: MakeCore) -> None:
-    core = make_core()
+def test_a_client_that_is_closed_is_not_asked_again(core: StoreCore) -> None:
     reader = Reader(core)
     core.close_client(reader.client)
     asked = reader.asked
@@ -205,8 +198,7 @@ def test_a_client_that_is_closed_is_not_asked_again(make_core: MakeCore) -> None
         (0, 1 << 47, 64, 0),
     ],
 )
-def test_what_cannot_be_there_is_not_pinned(make_core: MakeCore, wrong: Entry) -> None:
-    core = make_core()
+def test_what_cannot_be_there_is_not_pinned(core: StoreCore, wrong: Entry) -> None:
     reader = Reader(core)
     put(core, core.open_client("a"), blocks("k"))
     reader.rows = [(*wrong, 1), (*wrong, MOST)]
@@ -219,11 +211,10 @@ def test_what_cannot_be_there_is_not_pinned(make_core: MakeCore, wrong: Entry) -
 
 
 @pytest.mark.parametrize("removed", [False, True])
-def test_what_could_be_there_and_is_not_harms_nobody_else(make_core: MakeCore, removed: bool) -> None:
+def test_what_could_be_there_and_is_not_harms_nobody_else(core: StoreCore, removed: bool) -> None:
     """A client that has just begun may name a block that is gone, with another one in
     its place.
     """
-    core = make_core()
     reader, other = Reader(core), core.open_client("other")
     full_but_for_one(core)
     put(core, other, blocks("old"))
@@ -246,9 +237,8 @@ def test_what_could_be_there_and_is_not_harms_nobody_else(make_core: MakeCore, r
     core.reserve(other, [4096])
 
 
-def test_the_same_bytes_at_the_same_place_are_pinned_by_who_read_them_before(make_core: MakeCore) -> None:
+def test_the_same_bytes_at_the_same_place_are_pinned_by_who_read_them_before(core: StoreCore) -> None:
     """And given back once."""
-    core = make_core()
     reader, other = Reader(core), core.open_client("other")
     full_but_for_one(core)
     put(core, other, {"k": b"same"})
@@ -265,11 +255,10 @@ def test_the_same_bytes_at_the_same_place_are_pinned_by_who_read_them_before(mak
 
 
 @pytest.mark.parametrize("first", [True, False], ids=["before", "behind"])
-def test_what_is_pinned_stays_whatever_else_is_told(make_core: MakeCore, first: bool) -> None:
+def test_what_is_pinned_stays_whatever_else_is_told(core: StoreCore, first: bool) -> None:
     """Rows of blocks that are gone may stand beside those that are read: together they
     may be more than the pool.
     """
-    core = make_core()
     reader, other = Reader(core), core.open_client("other")
     put(core, other, blocks("read", *map(str, range(60))))
     place = entry_of(core, "read")
@@ -287,8 +276,7 @@ def test_what_is_pinned_stays_whatever_else_is_told(make_core: MakeCore, first: 
     assert core.statistics().condemned_bytes == core.statistics().pinned_bytes == 0
 
 
-def test_a_row_that_claims_an_arena_keeps_no_room_from_anybody(make_core: MakeCore) -> None:
-    core = make_core()
+def test_a_row_that_claims_an_arena_keeps_no_room_from_anybody(core: StoreCore) -> None:
     reader, other = Reader(core), core.open_client("other")
     reader.rows = [(0, 0, 4096, 0, 1)]
     put(core, other, blocks(*map(str, range(64))))
@@ -296,9 +284,8 @@ def test_a_row_that_claims_an_arena_keeps_no_room_from_anybody(make_core: MakeCo
     assert core.statistics().pinned_bytes == 0
 
 
-def test_rows_over_room_that_is_free_by_now_do_not_count(make_core: MakeCore) -> None:
+def test_rows_over_room_that_is_free_by_now_do_not_count(core: StoreCore) -> None:
     """A client that was stopped before it saw that its blocks are gone leaves them."""
-    core = make_core()
     reader, other = Reader(core), core.open_client("other")
     put(core, other, blocks(*map(str, range(64))))
     reader.read(*map(str, range(64)))
@@ -309,8 +296,7 @@ def test_rows_over_room_that_is_free_by_now_do_not_count(make_core: MakeCore) ->
     core.reserve(other, [4096])
 
 
-def test_a_block_that_its_writer_reads_before_its_commit_was_seen_is_pinned(make_core: MakeCore) -> None:
-    core = make_core()
+def test_a_block_that_its_writer_reads_before_its_commit_was_seen_is_pinned(core: StoreCore) -> None:
     reader, writer = Reader(core), core.open_client("writer")
     reservation = core.reserve(writer, [64])
     written: list[list[int]] = []
@@ -335,8 +321,7 @@ def test_a_reader_may_read_in_an_arena_that_was_added_later(make_core: MakeCore)
     assert core.statistics().condemned_bytes == core.statistics().used_bytes == 64
 
 
-def test_closing_a_client_ends_what_it_reads_by_itself(make_core: MakeCore) -> None:
-    core = make_core()
+def test_closing_a_client_ends_what_it_reads_by_itself(core: StoreCore) -> None:
     reader, stays = Reader(core), Reader(core)
     put(core, stays.client, blocks("x", "y"))
     reader.read("x", "y")
@@ -353,8 +338,7 @@ def test_closing_a_client_ends_what_it_reads_by_itself(make_core: MakeCore) -> N
     assert (heard, reader.client.pinned_bytes) == (["the last time"], 0)
 
 
-def test_a_quarantined_client_keeps_what_it_reads_until_it_says_no_more(make_core: MakeCore) -> None:
-    core = make_core()
+def test_a_quarantined_client_keeps_what_it_reads_until_it_says_no_more(core: StoreCore) -> None:
     reader = Reader(core)
     put(core, core.open_client("a"), blocks("x"))
     reader.read("x")
@@ -368,8 +352,7 @@ def test_a_quarantined_client_keeps_what_it_reads_until_it_says_no_more(make_cor
         core.accept_hazards(reader.client, reader.look)
 
 
-def test_nobody_is_asked_where_nobody_reads_by_itself(make_core: MakeCore) -> None:
-    core = make_core()
+def test_nobody_is_asked_where_nobody_reads_by_itself(core: StoreCore) -> None:
     reader = Reader(core)
     core.close_client(reader.client)
     asked = reader.asked
@@ -398,9 +381,7 @@ def test_what_a_client_used_by_itself_is_touched_and_counted(make_core: MakeCore
 
 
 @pytest.mark.parametrize("by", ["reserve", "evict"])
-def test_what_was_used_counts_before_anything_is_evicted(make_core: MakeCore, by: str) -> None:
-    core = make_core()
-    client = core.open_client("a")
+def test_what_was_used_counts_before_anything_is_evicted(core: StoreCore, client: Client, by: str) -> None:
     for i in range(64):
         put(core, client, blocks(str(i)))
     reader = Reader(core)
@@ -414,9 +395,9 @@ def test_what_was_used_counts_before_anything_is_evicted(make_core: MakeCore, by
     assert core.statistics().hits == 2
 
 
-def test_a_use_that_is_told_of_while_its_key_goes_counts_as_one_and_the_key_goes(make_core: MakeCore) -> None:
-    core = make_core()
-    client = core.open_client("a")
+def test_a_use_that_is_told_of_while_its_key_goes_counts_as_one_and_the_key_goes(
+    core: StoreCore, client: Client
+) -> None:
     put(core, client, blocks("k"))
     reader = Reader(core)
     reader.tells = lambda: core.note_use(["k"], read=True)
@@ -513,9 +494,7 @@ def test_every_removal_is_told_before_readers_are_asked_and_room_is_free(make_co
     assert {entry[:3] for entry in gone} <= set(freed)
 
 
-def test_nothing_is_told_where_nothing_loses_its_key(make_core: MakeCore) -> None:
-    core = make_core()
-    client = core.open_client("a")
+def test_nothing_is_told_where_nothing_loses_its_key(core: StoreCore, client: Client) -> None:
     put(core, client, blocks("k", "l"))
     core.on_removal = lambda _: pytest.fail("told of a removal")
     put(core, client, blocks("k", "new"), replace=False)
@@ -526,9 +505,7 @@ def test_nothing_is_told_where_nothing_loses_its_key(make_core: MakeCore) -> Non
     assert core.verify("k")
 
 
-def test_a_block_that_is_pinned_is_told_of_when_it_loses_its_key(make_core: MakeCore) -> None:
-    core = make_core()
-    client = core.open_client("a")
+def test_a_block_that_is_pinned_is_told_of_when_it_loses_its_key(core: StoreCore, client: Client) -> None:
     put(core, client, blocks("k"))
     entry = entry_of(core, "k")
     lease = core.lease(client, ["k"])

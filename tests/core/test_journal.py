@@ -4,7 +4,7 @@ nothing of evictions.
 
 import pytest
 
-from infinistore.core import Entry, Journal, StoreCore, Watermarks
+from infinistore.core import Client, Entry, Journal, StoreCore, Watermarks
 from infinistore.core.clients import leased_in_quarantine
 from infinistore.core.journal import JournalItem
 from tests.core.test_prepared import prepare
@@ -31,15 +31,13 @@ def test_a_commit_is_one_item_with_its_keys_and_entries(core: StoreCore, journal
     assert len(journal) == 0
 
 
-def test_a_replacement_is_told_as_the_put_that_it_is(core: StoreCore, journal: Journal) -> None:
-    client = core.open_client("a")
+def test_a_replacement_is_told_as_the_put_that_it_is(core: StoreCore, client: Client, journal: Journal) -> None:
     put(core, client, blocks("x"))
     put(core, client, {"x": b"new"})
     assert [item[:2] for item in journal.take()] == [("put", ["x"])] * 2
 
 
-def test_a_put_that_keeps_what_is_there_tells_of_the_rest(core: StoreCore, journal: Journal) -> None:
-    client = core.open_client("a")
+def test_a_put_that_keeps_what_is_there_tells_of_the_rest(core: StoreCore, client: Client, journal: Journal) -> None:
     put(core, client, blocks("y"))
     put(core, client, blocks("x", "y", "z"), replace=False)
     put(core, client, blocks("x", "y", "z"), replace=False)
@@ -54,8 +52,9 @@ def test_a_batch_committed_by_a_word_is_told_when_it_is_seen(core: StoreCore, jo
     assert journal.take() == [("put", ["x", "y"], core.index.get_many(["x", "y"]))]
 
 
-def test_a_batch_committed_by_a_word_comes_before_the_call_that_saw_it(core: StoreCore, journal: Journal) -> None:
-    client = core.open_client("a")
+def test_a_batch_committed_by_a_word_comes_before_the_call_that_saw_it(
+    core: StoreCore, client: Client, journal: Journal
+) -> None:
     writer = prepare(core, client, blocks("x"))
     writer.write()
     core.delete(["x"])
@@ -176,9 +175,8 @@ def test_who_follows_the_journal_knows_every_block_and_those_evicted(make_core: 
 
 
 def test_blocks_that_are_evicted_by_name_are_not_told_and_outlive_their_keys_while_leased(
-    core: StoreCore, journal: Journal
+    core: StoreCore, client: Client, journal: Journal
 ) -> None:
-    client = core.open_client("a")
     put(core, client, blocks("x", "y", "z"))
     journal.take()
     lease = core.lease(client, ["x"])

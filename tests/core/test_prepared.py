@@ -72,9 +72,9 @@ def entry_of(core: StoreCore, key: str) -> Entry:
 # Visible when written, and not before
 
 
-def test_a_prepared_batch_is_invisible_until_it_is_written_and_then_visible_as_a_whole(make_core: MakeCore) -> None:
-    core = make_core()
-    client = core.open_client("a")
+def test_a_prepared_batch_is_invisible_until_it_is_written_and_then_visible_as_a_whole(
+    core: StoreCore, client: Client
+) -> None:
     put(core, client, {"x": b"old"})
     writer = prepare(core, client, {"x": b"new", "y": b"another"})
     assert core.exists(["x", "y"]) == b"\1\0"
@@ -116,9 +116,7 @@ def test_whatever_looks_finds_what_was_written_and_nothing_before(make_core: Mak
     assert look(core, other) == found
 
 
-def test_verification_finds_what_was_written(make_core: MakeCore) -> None:
-    core = make_core()
-    client = core.open_client("a")
+def test_verification_finds_what_was_written(core: StoreCore, client: Client) -> None:
     writer = prepare(core, client, {"k": b"value"})
     assert core.verify("k")
     writer.reservation.views[0][:] = b"wrong"
@@ -127,9 +125,8 @@ def test_verification_finds_what_was_written(make_core: MakeCore) -> None:
     assert core.exists(["k"]) == b"\0"
 
 
-def test_a_commit_replaces_what_was_written_before_it(make_core: MakeCore) -> None:
-    core = make_core()
-    client, other = core.open_client("a"), core.open_client("b")
+def test_a_commit_replaces_what_was_written_before_it(core: StoreCore, client: Client) -> None:
+    other = core.open_client("b")
     writer = prepare(core, client, {"k": b"first"})
     writer.write()
     put(core, other, {"k": b"second"})
@@ -137,18 +134,16 @@ def test_a_commit_replaces_what_was_written_before_it(make_core: MakeCore) -> No
     assert core.statistics().puts == 2
 
 
-def test_a_commit_that_does_not_replace_skips_what_was_written_before_it(make_core: MakeCore) -> None:
-    core = make_core()
-    client, other = core.open_client("a"), core.open_client("b")
+def test_a_commit_that_does_not_replace_skips_what_was_written_before_it(core: StoreCore, client: Client) -> None:
+    other = core.open_client("b")
     writer = prepare(core, client, {"k": b"first"})
     writer.write()
     assert put(core, other, {"k": b"second"}, replace=False) == [0]
     assert get(core, other, "k") == [b"first"]
 
 
-def test_what_is_written_after_a_commit_replaces_it(make_core: MakeCore) -> None:
-    core = make_core()
-    client, other = core.open_client("a"), core.open_client("b")
+def test_what_is_written_after_a_commit_replaces_it(core: StoreCore, client: Client) -> None:
+    other = core.open_client("b")
     writer = prepare(core, client, {"k": b"last"})
     put(core, other, {"k": b"first"})
     assert get(core, other, "k") == [b"first"]
@@ -158,9 +153,7 @@ def test_what_is_written_after_a_commit_replaces_it(make_core: MakeCore) -> None
     assert core.statistics().used_bytes == 64
 
 
-def test_what_is_written_after_a_deletion_stays(make_core: MakeCore) -> None:
-    core = make_core()
-    client = core.open_client("a")
+def test_what_is_written_after_a_deletion_stays(core: StoreCore, client: Client) -> None:
     put(core, client, {"k": b"old"})
     writer = prepare(core, client, {"k": b"new"})
     assert core.delete(["k"]) == 1
@@ -169,9 +162,8 @@ def test_what_is_written_after_a_deletion_stays(make_core: MakeCore) -> None:
     assert get(core, client, "k") == [b"new"]
 
 
-def test_a_reservation_finds_the_room_that_something_written_has_replaced(make_core: MakeCore) -> None:
-    core = make_core()
-    client, other = core.open_client("a"), core.open_client("b")
+def test_a_reservation_finds_the_room_that_something_written_has_replaced(core: StoreCore, client: Client) -> None:
+    other = core.open_client("b")
     put(core, client, blocks("k", size=2048))
     writer = prepare(core, client, blocks("k", size=1024))
     writer.write()
@@ -180,8 +172,7 @@ def test_a_reservation_finds_the_room_that_something_written_has_replaced(make_c
     assert core.statistics().evicted.on_demand == 0
 
 
-def test_several_become_visible_in_any_order(make_core: MakeCore) -> None:
-    core = make_core()
+def test_several_become_visible_in_any_order(core: StoreCore) -> None:
     clients = [core.open_client(name) for name in "abc"]
     writers = [prepare(core, client, blocks(client.name)) for client in clients]
     for position, expected in ((2, b"\0\0\1"), (0, b"\1\0\1"), (1, b"\1\1\1")):
@@ -189,17 +180,14 @@ def test_several_become_visible_in_any_order(make_core: MakeCore) -> None:
         assert core.exists(["a", "b", "c"]) == expected
 
 
-def test_several_that_are_written_before_anybody_looks_all_become_visible(make_core: MakeCore) -> None:
-    core = make_core()
+def test_several_that_are_written_before_anybody_looks_all_become_visible(core: StoreCore) -> None:
     clients = [core.open_client(name) for name in "abc"]
     for writer in [prepare(core, client, blocks(client.name)) for client in clients]:
         writer.write()
     assert sorted(core.all_keys()) == ["a", "b", "c"]
 
 
-def test_what_was_written_is_the_warmest_and_its_first_key_the_warmest_of_all(make_core: MakeCore) -> None:
-    core = make_core()
-    client = core.open_client("a")
+def test_what_was_written_is_the_warmest_and_its_first_key_the_warmest_of_all(core: StoreCore, client: Client) -> None:
     put(core, client, blocks("old", "y"))
     writer = prepare(core, client, blocks("x", "y"))
     writer.write()
@@ -207,18 +195,14 @@ def test_what_was_written_is_the_warmest_and_its_first_key_the_warmest_of_all(ma
     assert recency(core) == ["old", "y", "x"]
 
 
-def test_checksums_come_with_what_was_written_or_there_are_none(make_core: MakeCore) -> None:
-    core = make_core()
-    client = core.open_client("a")
+def test_checksums_come_with_what_was_written_or_there_are_none(core: StoreCore, client: Client) -> None:
     for key, hashed in (("hashed", True), ("bare", False)):
         prepare(core, client, {key: b"value"}, hashed=hashed).write()
     lease = core.lease(client, ["hashed", "bare"])
     assert lease.checksums == [xxhash.xxh3_64_intdigest(b"value"), 0]
 
 
-def test_nobody_is_asked_again_after_it_was_written(make_core: MakeCore) -> None:
-    core = make_core()
-    client = core.open_client("a")
+def test_nobody_is_asked_again_after_it_was_written(core: StoreCore, client: Client) -> None:
     writer = prepare(core, client, {"k": b"value"})
     writer.write()
     core.commit_written()
@@ -228,8 +212,7 @@ def test_nobody_is_asked_again_after_it_was_written(make_core: MakeCore) -> None
     assert writer.asked == asked
 
 
-def test_a_leased_block_survives_what_is_written_in_its_place(make_core: MakeCore) -> None:
-    core = make_core()
+def test_a_leased_block_survives_what_is_written_in_its_place(core: StoreCore) -> None:
     client, reader = core.open_client("a"), core.open_client("b")
     put(core, client, {"k": b"old"})
     writer = prepare(core, client, {"k": b"new"})
@@ -256,9 +239,7 @@ def test_no_eviction_takes_what_is_prepared(make_core: MakeCore) -> None:
 # The end of it
 
 
-def test_one_that_is_aborted_is_never_seen(make_core: MakeCore) -> None:
-    core = make_core()
-    client = core.open_client("a")
+def test_one_that_is_aborted_is_never_seen(core: StoreCore, client: Client) -> None:
     put(core, client, {"k": b"old"})
     writer = prepare(core, client, {"k": b"new"})
     core.abort(writer.reservation)
@@ -271,10 +252,9 @@ def test_one_that_is_aborted_is_never_seen(make_core: MakeCore) -> None:
 @pytest.mark.parametrize("quarantined", [False, True])
 @pytest.mark.parametrize("written", [False, True])
 def test_one_whose_client_is_closed_stays_if_it_was_written(
-    make_core: MakeCore, written: bool, quarantined: bool
+    core: StoreCore, client: Client, written: bool, quarantined: bool
 ) -> None:
-    core = make_core()
-    client, other = core.open_client("a"), core.open_client("b")
+    other = core.open_client("b")
     put(core, other, {"k": b"old"})
     writer = prepare(core, client, {"k": b"new"})
     if quarantined:
@@ -290,9 +270,8 @@ def test_one_whose_client_is_closed_stays_if_it_was_written(
     assert (statistics.used_bytes, statistics.reserved_bytes, statistics.quarantined_bytes) == (64, 0, 0)
 
 
-def test_a_client_in_quarantine_may_still_write_what_was_prepared(make_core: MakeCore) -> None:
-    core = make_core()
-    client, other = core.open_client("a"), core.open_client("b")
+def test_a_client_in_quarantine_may_still_write_what_was_prepared(core: StoreCore, client: Client) -> None:
+    other = core.open_client("b")
     writer = prepare(core, client, {"k": b"value"})
     core.quarantine(client)
     core.abort(writer.reservation)  # does nothing
@@ -307,9 +286,8 @@ def test_a_client_in_quarantine_may_still_write_what_was_prepared(make_core: Mak
 # Who else writes
 
 
-def test_a_key_that_somebody_is_writing_can_be_prepared_by_nobody_else(make_core: MakeCore) -> None:
-    core = make_core()
-    client, other = core.open_client("a"), core.open_client("b")
+def test_a_key_that_somebody_is_writing_can_be_prepared_by_nobody_else(core: StoreCore, client: Client) -> None:
+    other = core.open_client("b")
     first = prepare(core, client, blocks("k", "l"))
     second = reserve(core, other, {"m": b"second", "l": b"second"})
     assert not core.prepare(second.reservation, second.keys, second.look)
@@ -325,9 +303,8 @@ def test_a_key_that_somebody_is_writing_can_be_prepared_by_nobody_else(make_core
 
 
 @pytest.mark.parametrize("end", ["written", "aborted", "closed"])
-def test_a_key_can_be_prepared_again_when_who_wrote_it_is_done(make_core: MakeCore, end: str) -> None:
-    core = make_core()
-    client, other = core.open_client("a"), core.open_client("b")
+def test_a_key_can_be_prepared_again_when_who_wrote_it_is_done(core: StoreCore, client: Client, end: str) -> None:
+    other = core.open_client("b")
     first = prepare(core, client, {"k": b"first"})
     if end == "written":
         first.write()
@@ -344,9 +321,8 @@ def test_a_key_can_be_prepared_again_when_who_wrote_it_is_done(make_core: MakeCo
 # What is told of removals
 
 
-def test_what_will_be_replaced_is_told_before_and_what_was_replaced_after(make_core: MakeCore) -> None:
-    core = make_core()
-    client, other = core.open_client("a"), core.open_client("b")
+def test_what_will_be_replaced_is_told_before_and_what_was_replaced_after(core: StoreCore, client: Client) -> None:
+    other = core.open_client("b")
     put(core, client, blocks("k", "l"))
     removals = Removals(core)
     first, unchanged = entry_of(core, "k"), entry_of(core, "l")
@@ -363,9 +339,8 @@ def test_what_will_be_replaced_is_told_before_and_what_was_replaced_after(make_c
     assert core.statistics().used_bytes == 3 * 64
 
 
-def test_nothing_is_told_of_what_is_new_refused_or_wrong(make_core: MakeCore) -> None:
-    core = make_core()
-    client, other = core.open_client("a"), core.open_client("b")
+def test_nothing_is_told_of_what_is_new_refused_or_wrong(core: StoreCore, client: Client) -> None:
+    other = core.open_client("b")
     put(core, client, {"k": b"old"})
     removals = Removals(core)
     prepare(core, client, {"new": b"1"}).write()
@@ -382,9 +357,7 @@ def test_nothing_is_told_of_what_is_new_refused_or_wrong(make_core: MakeCore) ->
 # Bad input
 
 
-def test_a_prepare_that_does_not_fit_changes_nothing(make_core: MakeCore) -> None:
-    core = make_core()
-    client = core.open_client("a")
+def test_a_prepare_that_does_not_fit_changes_nothing(core: StoreCore, client: Client) -> None:
     put(core, client, {"k": b"old"})
     writer = reserve(core, client, {"k": b"new", "l": b"new"})
     before = core.statistics()
@@ -399,9 +372,7 @@ def test_a_prepare_that_does_not_fit_changes_nothing(make_core: MakeCore) -> Non
     assert get(core, client, "k", "l") == [b"new", b"new"]
 
 
-def test_one_that_is_prepared_can_be_neither_prepared_again_nor_committed(make_core: MakeCore) -> None:
-    core = make_core()
-    client = core.open_client("a")
+def test_one_that_is_prepared_can_be_neither_prepared_again_nor_committed(core: StoreCore, client: Client) -> None:
     writer = prepare(core, client, {"k": b"value"})
     before = core.statistics()
     with pytest.raises(ValueError, match="was prepared"):
@@ -414,9 +385,7 @@ def test_one_that_is_prepared_can_be_neither_prepared_again_nor_committed(make_c
     assert core.all_keys() == ["k"]
 
 
-def test_a_commit_of_what_was_written_changes_nothing(make_core: MakeCore) -> None:
-    core = make_core()
-    client = core.open_client("a")
+def test_a_commit_of_what_was_written_changes_nothing(core: StoreCore, client: Client) -> None:
     writer = prepare(core, client, {"k": b"value"})
     writer.write()
     assert core.commit(writer.reservation, ["k"], None) == []
@@ -424,9 +393,7 @@ def test_a_commit_of_what_was_written_changes_nothing(make_core: MakeCore) -> No
 
 
 @pytest.mark.parametrize("end", ["committed", "written", "aborted", "closed"])
-def test_what_is_over_cannot_be_prepared(make_core: MakeCore, end: str) -> None:
-    core = make_core()
-    client = core.open_client("a")
+def test_what_is_over_cannot_be_prepared(core: StoreCore, client: Client, end: str) -> None:
     writer = reserve(core, client, {"k": b"value"})
     if end == "committed":
         core.commit(writer.reservation, writer.keys, None)
@@ -443,9 +410,7 @@ def test_what_is_over_cannot_be_prepared(make_core: MakeCore, end: str) -> None:
     assert core.exists(["k", "l"]) == (b"\1\0" if end in {"committed", "written"} else b"\0\0")
 
 
-def test_a_client_in_quarantine_prepares_nothing(make_core: MakeCore) -> None:
-    core = make_core()
-    client = core.open_client("a")
+def test_a_client_in_quarantine_prepares_nothing(core: StoreCore, client: Client) -> None:
     writer = reserve(core, client, {"k": b"value"})
     core.quarantine(client)
     with pytest.raises(ValueError, match="quarantined"):
@@ -453,9 +418,7 @@ def test_a_client_in_quarantine_prepares_nothing(make_core: MakeCore) -> None:
     assert not core.is_being_written(["k"])
 
 
-def test_an_empty_batch_can_be_prepared(make_core: MakeCore) -> None:
-    core = make_core()
-    client = core.open_client("a")
+def test_an_empty_batch_can_be_prepared(core: StoreCore, client: Client) -> None:
     writer = prepare(core, client, {})
     assert core.statistics().reservations == 1
     writer.write()

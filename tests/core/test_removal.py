@@ -67,8 +67,7 @@ def test_a_removal_that_fails_at_any_step_loses_no_room(
 
 
 @pytest.mark.parametrize("what", ["note", "look"])
-def test_keys_whose_removal_fails_are_still_there(make_core: MakeCore, what: str) -> None:
-    core = make_core()
+def test_keys_whose_removal_fails_are_still_there(core: StoreCore, what: str) -> None:
     put(core, core.open_client("a"), blocks("k", "other"))
     faulty = Faulty(core, what)
     losing: list[Callable[[], object]] = [lambda: core.delete(["k"]), core.purge, lambda: core.evict(0.0, 0.0)]
@@ -81,9 +80,7 @@ def test_keys_whose_removal_fails_are_still_there(make_core: MakeCore, what: str
     assert core.delete(["k"]) == 1
 
 
-def test_a_batch_whose_commit_fails_stays_uncommitted(make_core: MakeCore) -> None:
-    core = make_core()
-    client = core.open_client("a")
+def test_a_batch_whose_commit_fails_stays_uncommitted(core: StoreCore, client: Client) -> None:
     put(core, client, blocks("k"))
     faulty = Faulty(core, "note")
     reservation = core.reserve(client, [64])
@@ -96,9 +93,9 @@ def test_a_batch_whose_commit_fails_stays_uncommitted(make_core: MakeCore) -> No
     assert core.pool.used_bytes == 64
 
 
-def test_a_prepared_batch_whose_commit_fails_is_committed_by_whoever_looks_next(make_core: MakeCore) -> None:
-    core = make_core()
-    client = core.open_client("a")
+def test_a_prepared_batch_whose_commit_fails_is_committed_by_whoever_looks_next(
+    core: StoreCore, client: Client
+) -> None:
     put(core, client, blocks("k"))
     reservation = core.reserve(client, [64])
     assert core.prepare(reservation, ["k"], list)

@@ -114,8 +114,7 @@ def test_a_number_from_the_future_is_refused(clock: FakeClock) -> None:
         log.told((place[0], 1), 1, NOBODY)
 
 
-def test_nothing_is_kept_while_nobody_follows(make_core: Callable[..., StoreCore]) -> None:
-    core = make_core()
+def test_nothing_is_kept_while_nobody_follows(core: StoreCore) -> None:
     client = core.open_client("c")
     put(core, client, "a")
     core.delete(["a"])
@@ -123,8 +122,7 @@ def test_nothing_is_kept_while_nobody_follows(make_core: Callable[..., StoreCore
     assert core.removal_log.next == 0
 
 
-def test_what_counts_as_removed(make_core: Callable[..., StoreCore], clock: FakeClock) -> None:
-    core = make_core()
+def test_what_counts_as_removed(core: StoreCore, clock: FakeClock) -> None:
     client = core.open_client("c")
     place = ask(core, START).place
 
@@ -161,8 +159,7 @@ def test_what_counts_as_removed(make_core: Callable[..., StoreCore], clock: Fake
     assert sorted(removed + there) == sorted(f"n{number}" for number in range(200))
 
 
-def test_a_block_that_is_damaged_is_removed(make_core: Callable[..., StoreCore]) -> None:
-    core = make_core()
+def test_a_block_that_is_damaged_is_removed(core: StoreCore) -> None:
     client = core.open_client("c")
     place = ask(core, START).place
     core.commit(core.reserve(client, [64]), ["bad"], [12345])

@@ -7,7 +7,7 @@ from collections.abc import Callable
 
 import pytest
 
-from infinistore.core import CoreLimits, Journal, StoreCore
+from infinistore.core import Client, CoreLimits, Journal, StoreCore
 from infinistore.core.hand_over import export
 from infinistore.errors import LimitExceeded, OutOfMemory
 from tests.core.conftest import FakeClock
@@ -45,8 +45,7 @@ LOOKS: dict[str, Callable[[StoreCore], object]] = {
 
 
 @pytest.mark.parametrize("look", LOOKS)
-def test_a_key_is_missing_from_the_moment_its_time_is_over(make_core: MakeCore, clock: FakeClock, look: str) -> None:
-    core = make_core()
+def test_a_key_is_missing_from_the_moment_its_time_is_over(core: StoreCore, clock: FakeClock, look: str) -> None:
     put_for(core, 5.0, blocks("k"))
     clock.now += 5.0
     assert LOOKS[look](core)
@@ -54,17 +53,16 @@ def test_a_key_is_missing_from_the_moment_its_time_is_over(make_core: MakeCore, 
     assert core.statistics().used_bytes == 0
 
 
-def test_a_key_is_there_until_its_time_is_over(make_core: MakeCore, clock: FakeClock) -> None:
-    core = make_core()
+def test_a_key_is_there_until_its_time_is_over(core: StoreCore, clock: FakeClock) -> None:
     put_for(core, 5.0, blocks("k"))
     clock.now += 4.5
     assert core.exists(["k"]) == b"\1"
     assert core.retention.times_left(["k", "missing"]) == [0.5, 0.0]
 
 
-def test_what_has_ended_makes_room_before_anything_is_evicted(make_core: MakeCore, clock: FakeClock) -> None:
-    core = make_core()
-    client = core.open_client("a")
+def test_what_has_ended_makes_room_before_anything_is_evicted(
+    core: StoreCore, client: Client, clock: FakeClock
+) -> None:
     put(core, client, {"old": b"o" * 2048})
     put_for(core, 5.0, {"k": b"k" * 2048})
     clock.now += 5.0
@@ -73,8 +71,7 @@ def test_what_has_ended_makes_room_before_anything_is_evicted(make_core: MakeCor
     assert core.statistics().evicted.on_demand == 0
 
 
-def test_a_lease_outlives_its_key(make_core: MakeCore, clock: FakeClock) -> None:
-    core = make_core()
+def test_a_lease_outlives_its_key(core: StoreCore, clock: FakeClock) -> None:
     put_for(core, 5.0, blocks("k"))
     lease = core.lease(core.open_client("reader"), ["k"])
     (view,) = lease.views
@@ -88,8 +85,7 @@ def test_a_lease_outlives_its_key(make_core: MakeCore, clock: FakeClock) -> None
     assert core.statistics().used_bytes == 0
 
 
-def test_a_put_begins_a_new_time_and_one_without_ends_it(make_core: MakeCore, clock: FakeClock) -> None:
-    core = make_core()
+def test_a_put_begins_a_new_time_and_one_without_ends_it(core: StoreCore, clock: FakeClock) -> None:
     put_for(core, 5.0, blocks("a", "b", "c"))
     clock.now += 4.0
     put_for(core, 5.0, blocks("a"))
@@ -100,8 +96,7 @@ def test_a_put_begins_a_new_time_and_one_without_ends_it(make_core: MakeCore, cl
     assert core.exists(["a", "b", "c"]) == b"\1\1\0"
 
 
-def test_a_key_put_again_after_its_time_is_not_ended_by_the_old_one(make_core: MakeCore, clock: FakeClock) -> None:
-    core = make_core()
+def test_a_key_put_again_after_its_time_is_not_ended_by_the_old_one(core: StoreCore, clock: FakeClock) -> None:
     put_for(core, 5.0, blocks("k"))
     core.delete(["k"])
     put(core, core.open_client("a"), blocks("k"))
@@ -109,16 +104,14 @@ def test_a_key_put_again_after_its_time_is_not_ended_by_the_old_one(make_core: M
     assert core.exists(["k"]) == b"\1"
 
 
-def test_keys_that_are_gone_are_forgotten(make_core: MakeCore) -> None:
-    core = make_core()
+def test_keys_that_are_gone_are_forgotten(core: StoreCore) -> None:
     for number in range(20_000):
         put_for(core, 1e6, {f"k{number}": b"x" * 1024})
     assert len(core) == 4
     assert len(core.retention.ends) < 2000
 
 
-def test_removals_that_fail_are_tried_again(make_core: MakeCore, clock: FakeClock) -> None:
-    core = make_core()
+def test_removals_that_fail_are_tried_again(core: StoreCore, clock: FakeClock) -> None:
     put_for(core, 5.0, blocks("k"))
     clock.now += 5.0
 
@@ -182,8 +175,7 @@ def test_a_protected_key_that_is_put_again_stays_so_within_the_bound(make_core: 
 
 
 @pytest.mark.parametrize("how", ["delete", "purge", "end"])
-def test_a_protected_key_that_is_gone_leaves_nothing(make_core: MakeCore, clock: FakeClock, how: str) -> None:
-    core = make_core()
+def test_a_protected_key_that_is_gone_leaves_nothing(core: StoreCore, clock: FakeClock, how: str) -> None:
     put_for(core, 5.0, blocks("k"))
     core.retention.protect(["k"])
     if how == "end":
@@ -196,8 +188,7 @@ def test_a_protected_key_that_is_gone_leaves_nothing(make_core: MakeCore, clock:
     assert core.statistics().protected_keys == 0
 
 
-def test_protection_with_a_time_ends_by_itself(make_core: MakeCore, clock: FakeClock) -> None:
-    core = make_core()
+def test_protection_with_a_time_ends_by_itself(core: StoreCore, clock: FakeClock) -> None:
     put(core, core.open_client("a"), {"k": b"k" * 1024})
     assert core.retention.protect(["k", "missing"], 5.0) == b"\1\0"
     clock.now += 4.5
@@ -211,9 +202,8 @@ def test_protection_with_a_time_ends_by_itself(make_core: MakeCore, clock: FakeC
 
 @pytest.mark.parametrize(("first", "then", "ends"), [(5, 9, 9), (9, 5, 9), (5, 0, 0), (0, 5, 0), (5, 5, 5)])
 def test_the_longer_of_two_protections_counts(
-    make_core: MakeCore, clock: FakeClock, first: float, then: float, ends: float
+    core: StoreCore, clock: FakeClock, first: float, then: float, ends: float
 ) -> None:
-    core = make_core()
     put(core, core.open_client("a"), blocks("k"))
     core.retention.protect(["k"], first)
     core.retention.protect(["k"], then)
@@ -223,8 +213,7 @@ def test_the_longer_of_two_protections_counts(
     assert core.statistics().protected_keys == (0 if ends else 1)
 
 
-def test_protection_for_a_time_begins_anew_after_it_was_taken_away(make_core: MakeCore, clock: FakeClock) -> None:
-    core = make_core()
+def test_protection_for_a_time_begins_anew_after_it_was_taken_away(core: StoreCore, clock: FakeClock) -> None:
     put(core, core.open_client("a"), blocks("k"))
     core.retention.protect(["k"], 9.0)
     core.retention.unprotect(["k"])
@@ -236,8 +225,7 @@ def test_protection_for_a_time_begins_anew_after_it_was_taken_away(make_core: Ma
     assert core.statistics().protected_keys == 1
 
 
-def test_a_block_put_again_is_protected_for_what_is_left_of_the_time(make_core: MakeCore, clock: FakeClock) -> None:
-    core = make_core()
+def test_a_block_put_again_is_protected_for_what_is_left_of_the_time(core: StoreCore, clock: FakeClock) -> None:
     put(core, core.open_client("a"), blocks("k"))
     core.retention.protect(["k"], 5.0)
     clock.now += 3.0
@@ -248,8 +236,7 @@ def test_a_block_put_again_is_protected_for_what_is_left_of_the_time(make_core: 
     assert core.statistics().protected_keys == 0
 
 
-def test_protection_that_is_renewed_again_and_again_is_listed_a_few_times(make_core: MakeCore) -> None:
-    core = make_core()
+def test_protection_that_is_renewed_again_and_again_is_listed_a_few_times(core: StoreCore) -> None:
     put(core, core.open_client("a"), {"k": b"k" * 1024})
     for number in range(20_000):
         core.retention.protect(["k"], 5.0 + number)

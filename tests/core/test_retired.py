@@ -47,8 +47,7 @@ def test_puts_into_room_that_is_free_look_at_clients_in_turns_and_at_little_each
     assert [one.asked - asked for one, asked in zip(busy, before, strict=True)] == [10, 10, 0]
 
 
-def test_clients_are_looked_at_in_the_order_in_which_they_came_whoever_asks(make_core: MakeCore) -> None:
-    core = make_core()
+def test_clients_are_looked_at_in_the_order_in_which_they_came_whoever_asks(core: StoreCore) -> None:
     first, second, third = (Busy(core, 8192) for _ in range(3))  # as much as there can be
     core.reserve(core.open_client("a"), [64])
     assert (first.asked, second.asked, third.asked) == (1, 0, 0)
@@ -62,8 +61,7 @@ def test_clients_are_looked_at_in_the_order_in_which_they_came_whoever_asks(make
     assert (first.asked, second.asked, third.asked) == (2, 1, 1)
 
 
-def test_a_put_of_a_client_that_pins_by_itself_looks_at_it_once_and_at_others_in_turn(make_core: MakeCore) -> None:
-    core = make_core()
+def test_a_put_of_a_client_that_pins_by_itself_looks_at_it_once_and_at_others_in_turn(core: StoreCore) -> None:
     one = Busy(core, 1)
     core.reserve(one.client, [64])
     assert one.asked == 1
@@ -88,9 +86,8 @@ def test_a_put_of_a_client_that_pins_by_itself_looks_at_it_once_and_at_others_in
     ids=str,
 )
 def test_what_all_clients_have_to_tell_together_decides_whether_a_removal_looks_at_them(
-    make_core: MakeCore, news: tuple[int, ...], asked: int
+    core: StoreCore, news: tuple[int, ...], asked: int
 ) -> None:
-    core = make_core()
     put(core, core.open_client("a"), blocks("1", "2"))
     busy = [Busy(core, one) for one in news]
     core.delete(["1"])
@@ -98,8 +95,7 @@ def test_what_all_clients_have_to_tell_together_decides_whether_a_removal_looks_
     assert core.pool.used_bytes == (1 if asked else 2) * UNIT_BYTES
 
 
-def test_pins_that_are_known_are_nothing_new(make_core: MakeCore) -> None:
-    core = make_core()
+def test_pins_that_are_known_are_nothing_new(core: StoreCore) -> None:
     put(core, core.open_client("a"), blocks("1", "2", "3"))
     busy = Busy(core, 1)
     busy.rows = [(*entry_of(core, "1"), 1), (*entry_of(core, "2"), 1)]

@@ -20,10 +20,7 @@ def write(core: StoreCore, client: Client, key: str, value: bytes, *, replace: b
 
 
 @pytest.mark.parametrize("replace", [True, False])
-def test_a_key_whose_time_is_over_is_written_as_a_missing_one(
-    make_core: MakeCore, clock: FakeClock, replace: bool
-) -> None:
-    core = make_core()
+def test_a_key_whose_time_is_over_is_written_as_a_missing_one(core: StoreCore, clock: FakeClock, replace: bool) -> None:
     put_for(core, 5.0, blocks("k"))
     clock.now += 5.0
     assert write(core, core.open_client("a"), "k", b"new", replace=replace)
@@ -34,10 +31,8 @@ def test_a_key_whose_time_is_over_is_written_as_a_missing_one(
 
 
 def test_a_write_ends_the_time_of_the_older_block_and_one_that_keeps_it_does_not(
-    make_core: MakeCore, clock: FakeClock
+    core: StoreCore, client: Client, clock: FakeClock
 ) -> None:
-    core = make_core()
-    client = core.open_client("a")
     put_for(core, 5.0, blocks("replaced", "kept"))
     assert write(core, client, "replaced", b"new")
     assert not write(core, client, "kept", b"new", replace=False)
@@ -84,9 +79,7 @@ def test_the_journal_tells_of_a_write_and_of_no_other_end(make_core: MakeCore) -
     assert [(change, list(keys)) for change, keys in told(journal)] == [("put", ["k"]), ("read", ["k"])]
 
 
-def test_a_write_that_fails_on_its_way_leaves_the_older_block(make_core: MakeCore) -> None:
-    core = make_core()
-    client = core.open_client("a")
+def test_a_write_that_fails_on_its_way_leaves_the_older_block(core: StoreCore, client: Client) -> None:
     put(core, client, {"k": b"old"})
     core.retention.protect(["k"])
 
@@ -103,9 +96,7 @@ def test_a_write_that_fails_on_its_way_leaves_the_older_block(make_core: MakeCor
     assert statistics.puts == 1
 
 
-def test_a_reader_that_was_leased_the_older_block_keeps_it(make_core: MakeCore) -> None:
-    core = make_core()
-    client = core.open_client("a")
+def test_a_reader_that_was_leased_the_older_block_keeps_it(core: StoreCore, client: Client) -> None:
     put(core, client, {"k": b"old"})
     lease = core.lease(client, ["k"])
     assert write(core, client, "k", b"new")

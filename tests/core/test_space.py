@@ -7,7 +7,7 @@ import re
 import attrs
 import pytest
 
-from infinistore.core import CoreLimits, Growth, StoreCore, Watermarks, space
+from infinistore.core import Client, CoreLimits, Growth, StoreCore, Watermarks, space
 from infinistore.errors import OutOfMemory
 from tests.core.test_retired import Busy
 from tests.core.test_store import MakeCore, blocks, put
@@ -36,9 +36,7 @@ def test_a_spare_may_fill_the_pool_up_to_the_high_watermark_and_never_evicts(mak
     assert (len(core), evicted(core)) == (44, 0)
 
 
-def test_spares_and_other_reservations_take_an_eighth_of_the_pool_together(make_core: MakeCore) -> None:
-    core = make_core()  # 64 blocks
-    client = core.open_client("a")
+def test_spares_and_other_reservations_take_an_eighth_of_the_pool_together(core: StoreCore, client: Client) -> None:
     core.reserve(client, [BLOCK] * 4)
     assert core.reserve_spare(client, [BLOCK] * 5) is None
     spare = core.reserve_spare(client, [BLOCK] * 4)
@@ -50,9 +48,9 @@ def test_spares_and_other_reservations_take_an_eighth_of_the_pool_together(make_
     assert core.reserve_spare(client, [1]) is not None
 
 
-def test_a_spare_that_only_fits_in_pieces_is_not_to_be_had_and_reserves_nothing(make_core: MakeCore) -> None:
-    core = make_core()
-    client = core.open_client("a")
+def test_a_spare_that_only_fits_in_pieces_is_not_to_be_had_and_reserves_nothing(
+    core: StoreCore, client: Client
+) -> None:
     for i in range(64):
         put(core, client, blocks(str(i)))
     core.delete([str(i) for i in range(0, 64, 2)])
@@ -97,8 +95,7 @@ def test_reservations_that_keep_the_store_above_the_low_watermark_do_not_empty_i
     assert (len(core), evicted(core)) == (32, 16)
 
 
-def test_one_byte_above_the_low_watermark_is_a_block_to_evict(make_core: MakeCore) -> None:
-    core = make_core()
+def test_one_byte_above_the_low_watermark_is_a_block_to_evict(core: StoreCore) -> None:
     put(core, core.open_client("a"), blocks(*map(str, range(64))))
     assert core.evict(1.0, 1.0) == 0
     assert core.evict(4095 / 4096, 4095 / 4096) == 1
@@ -109,9 +106,9 @@ def test_one_byte_above_the_low_watermark_is_a_block_to_evict(make_core: MakeCor
 
 
 @pytest.mark.parametrize("over", [0, 1])
-def test_blocks_of_several_sizes_are_evicted_until_the_last_byte_is_free(make_core: MakeCore, over: int) -> None:
-    core = make_core()
-    client = core.open_client("a")
+def test_blocks_of_several_sizes_are_evicted_until_the_last_byte_is_free(
+    core: StoreCore, client: Client, over: int
+) -> None:
     for i in range(16):
         put(core, client, blocks(f"short {i}"))
         put(core, client, blocks(f"long {i}", size=3 * BLOCK))
@@ -121,9 +118,7 @@ def test_blocks_of_several_sizes_are_evicted_until_the_last_byte_is_free(make_co
 
 
 @pytest.mark.parametrize("mixed", [False, True])
-def test_a_slice_of_eviction_examines_no_more_blocks_than_it_may(make_core: MakeCore, mixed: bool) -> None:
-    core = make_core()
-    client = core.open_client("a")
+def test_a_slice_of_eviction_examines_no_more_blocks_than_it_may(core: StoreCore, client: Client, mixed: bool) -> None:
     for i in range(20):
         put(core, client, blocks(str(i), size=2 * BLOCK if mixed and i == 0 else BLOCK))
     lease = core.lease(client, ["3", "5"], touch=False)
@@ -134,9 +129,7 @@ def test_a_slice_of_eviction_examines_no_more_blocks_than_it_may(make_core: Make
     assert core.evict(0, 0, max_blocks=10) == 2
 
 
-def test_blocks_without_checksums_are_evicted_like_others(make_core: MakeCore) -> None:
-    core = make_core()
-    client = core.open_client("a")
+def test_blocks_without_checksums_are_evicted_like_others(core: StoreCore, client: Client) -> None:
     core.commit(core.reserve(client, [BLOCK] * 60), [str(i) for i in range(60)], None)
     lease = core.lease(client, ["59"])
     core.reserve(client, [BLOCK] * 10)

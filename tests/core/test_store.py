@@ -44,9 +44,7 @@ def blocks(*names: str, size: int = 64) -> dict[str, bytes]:
 # Writing
 
 
-def test_a_reservation_is_invisible_until_it_is_committed(make_core: MakeCore) -> None:
-    core = make_core()
-    client = core.open_client("a")
+def test_a_reservation_is_invisible_until_it_is_committed(core: StoreCore, client: Client) -> None:
     reservation = core.reserve(client, [3, 4])
     reservation.views[0][:] = b"one"
     assert core.exists(["x", "y"]) == b"\0\0"
@@ -57,9 +55,7 @@ def test_a_reservation_is_invisible_until_it_is_committed(make_core: MakeCore) -
     assert core.statistics().reserved_bytes == 0
 
 
-def test_the_room_of_replaced_blocks_can_be_given_back_later(make_core: MakeCore) -> None:
-    core = make_core()
-    client = core.open_client("a")
+def test_the_room_of_replaced_blocks_can_be_given_back_later(core: StoreCore, client: Client) -> None:
     put(core, client, {"k": b"old", "other": b"old"})
     lease = core.lease(client, ["other"])
     reservation = core.reserve(client, [3, 3])
@@ -72,9 +68,7 @@ def test_the_room_of_replaced_blocks_can_be_given_back_later(make_core: MakeCore
     assert core.pool.used_bytes == 2 * 64
 
 
-def test_the_last_commit_of_a_key_wins(make_core: MakeCore) -> None:
-    core = make_core()
-    client = core.open_client("a")
+def test_the_last_commit_of_a_key_wins(core: StoreCore, client: Client) -> None:
     first, second = core.reserve(client, [5]), core.reserve(client, [6])
     first.views[0][:], second.views[0][:] = b"first", b"second"
     core.commit(second, ["k"], None)
@@ -83,9 +77,7 @@ def test_the_last_commit_of_a_key_wins(make_core: MakeCore) -> None:
     assert core.pool.used_bytes == 64
 
 
-def test_without_replace_an_existing_key_is_skipped_and_its_new_room_returns(make_core: MakeCore) -> None:
-    core = make_core()
-    client = core.open_client("a")
+def test_without_replace_an_existing_key_is_skipped_and_its_new_room_returns(core: StoreCore, client: Client) -> None:
     put(core, client, {"b": b"old", "z": b"z"})
     assert put(core, client, {"a": b"new", "b": b"new", "c": b"new"}, replace=False) == [1]
     assert get(core, client, "a", "b", "c") == [b"new", b"old", b"new"]
@@ -93,17 +85,13 @@ def test_without_replace_an_existing_key_is_skipped_and_its_new_room_returns(mak
     assert core.statistics().puts == 4
 
 
-def test_a_batch_with_a_skipped_key_is_touched_as_a_whole(make_core: MakeCore) -> None:
-    core = make_core()
-    client = core.open_client("a")
+def test_a_batch_with_a_skipped_key_is_touched_as_a_whole(core: StoreCore, client: Client) -> None:
     put(core, client, blocks("b", "z"))
     put(core, client, blocks("a", "b", "c"), replace=False)
     assert recency(core) == ["z", "c", "b", "a"]
 
 
-def test_commit_and_abort_are_idempotent(make_core: MakeCore) -> None:
-    core = make_core()
-    client = core.open_client("a")
+def test_commit_and_abort_are_idempotent(core: StoreCore, client: Client) -> None:
     put(core, client, blocks("k"))
     reservation = core.reserve(client, [1])
     assert core.commit(reservation, ["k"], None, replace=False) == [0]
@@ -116,8 +104,7 @@ def test_commit_and_abort_are_idempotent(make_core: MakeCore) -> None:
     assert core.pool.used_bytes == 64
 
 
-def test_an_aborted_reservation_cannot_be_committed(make_core: MakeCore) -> None:
-    core = make_core()
+def test_an_aborted_reservation_cannot_be_committed(core: StoreCore) -> None:
     reservation = core.reserve(core.open_client("a"), [1])
     core.abort(reservation)
     with pytest.raises(UnknownReservation, match="reserve again"):
@@ -134,9 +121,8 @@ def test_an_aborted_reservation_cannot_be_committed(make_core: MakeCore) -> None
     ],
 )
 def test_a_commit_that_does_not_fit_leaves_the_reservation_open(
-    make_core: MakeCore, keys: list[str], checksums: list[int] | None, message: str
+    core: StoreCore, keys: list[str], checksums: list[int] | None, message: str
 ) -> None:
-    core = make_core()
     reservation = core.reserve(core.open_client("a"), [1, 1])
     with pytest.raises(ValueError, match=message):
         core.commit(reservation, keys, checksums)
@@ -146,16 +132,13 @@ def test_a_commit_that_does_not_fit_leaves_the_reservation_open(
 
 
 @pytest.mark.parametrize("size", [0, -1])
-def test_an_empty_value_is_refused(make_core: MakeCore, size: int) -> None:
-    core = make_core()
+def test_an_empty_value_is_refused(core: StoreCore, size: int) -> None:
     with pytest.raises(ValueError, match=f"a value must have at least one byte, not {size}"):
         core.reserve(core.open_client("a"), [64, size])
     assert core.pool.used_bytes == 0
 
 
-def test_an_empty_batch_is_allowed_everywhere(make_core: MakeCore) -> None:
-    core = make_core()
-    client = core.open_client("a")
+def test_an_empty_batch_is_allowed_everywhere(core: StoreCore, client: Client) -> None:
     reservation = core.reserve(client, [])
     assert not reservation.views
     assert not reservation.merged_views
@@ -170,9 +153,7 @@ def test_an_empty_batch_is_allowed_everywhere(make_core: MakeCore) -> None:
 # Reading
 
 
-def test_a_lease_gives_read_only_views_and_none_for_what_is_missing(make_core: MakeCore) -> None:
-    core = make_core()
-    client = core.open_client("a")
+def test_a_lease_gives_read_only_views_and_none_for_what_is_missing(core: StoreCore, client: Client) -> None:
     put(core, client, {"a": b"AA", "b": b"B"})
     lease = core.lease(client, ["b", "missing", "a", "b"])
     views = [None if view is None else bytes(view) for view in lease.views]
@@ -188,9 +169,7 @@ def test_a_lease_gives_read_only_views_and_none_for_what_is_missing(make_core: M
 
 
 @pytest.mark.parametrize("removal", ["delete", "replace", "purge", "evict"])
-def test_a_leased_block_keeps_its_bytes_until_the_last_release(make_core: MakeCore, removal: str) -> None:
-    core = make_core()
-    client = core.open_client("a")
+def test_a_leased_block_keeps_its_bytes_until_the_last_release(core: StoreCore, client: Client, removal: str) -> None:
     put(core, client, {"k": b"precious"})
     leases = [core.lease(client, ["k"]), core.lease(client, ["k"])]
     if removal == "delete":
@@ -215,9 +194,7 @@ def test_a_leased_block_keeps_its_bytes_until_the_last_release(make_core: MakeCo
     assert core.statistics().condemned_bytes == core.statistics().pinned_bytes == 0
 
 
-def test_a_key_leased_twice_in_one_batch_is_pinned_twice(make_core: MakeCore) -> None:
-    core = make_core()
-    client = core.open_client("a")
+def test_a_key_leased_twice_in_one_batch_is_pinned_twice(core: StoreCore, client: Client) -> None:
     put(core, client, blocks("k"))
     twice, once = core.lease(client, ["k", "k"]), core.lease(client, ["k"])
     core.release(once)
@@ -226,9 +203,7 @@ def test_a_key_leased_twice_in_one_batch_is_pinned_twice(make_core: MakeCore) ->
     assert core.statistics().pinned_bytes == 0
 
 
-def test_a_lease_of_bounded_bytes_takes_the_leading_blocks_and_at_least_one(make_core: MakeCore) -> None:
-    core = make_core()
-    client = core.open_client("a")
+def test_a_lease_of_bounded_bytes_takes_the_leading_blocks_and_at_least_one(core: StoreCore, client: Client) -> None:
     put(core, client, blocks("a", "b", "c", "d"))
     assert len(core.lease(client, ["a", "b", "missing", "c", "d"], max_bytes=192).entries) == 4
     assert len(core.lease(client, ["a", "b"], max_bytes=1).entries) == 1
@@ -238,8 +213,7 @@ def test_a_lease_of_bounded_bytes_takes_the_leading_blocks_and_at_least_one(make
 # Recency
 
 
-def test_exists_verify_and_keys_do_not_touch(make_core: MakeCore) -> None:
-    core = make_core()
+def test_exists_verify_and_keys_do_not_touch(core: StoreCore) -> None:
     put(core, core.open_client("a"), blocks("1", "2", "3"))
     core.exists(["3", "2"])
     core.verify("3")
@@ -247,9 +221,7 @@ def test_exists_verify_and_keys_do_not_touch(make_core: MakeCore) -> None:
     assert recency(core) == ["3", "2", "1"]
 
 
-def test_the_head_of_a_prefix_outlives_its_tail(make_core: MakeCore) -> None:
-    core = make_core()
-    client = core.open_client("a")
+def test_the_head_of_a_prefix_outlives_its_tail(core: StoreCore, client: Client) -> None:
     put(core, client, blocks(*(f"{i:02}" for i in range(64))))
     put(core, client, blocks("new", "newer"))
     assert core.match_prefix([f"{i:02}" for i in range(64)]) == 62
@@ -324,9 +296,7 @@ def test_a_batch_larger_than_what_is_not_pinned_evicts_nothing(make_core: MakeCo
     assert sorted(recency(core)) == ["0", "1"]
 
 
-def test_a_pinned_block_at_the_cold_end_becomes_the_warmest(make_core: MakeCore) -> None:
-    core = make_core()
-    client = core.open_client("a")
+def test_a_pinned_block_at_the_cold_end_becomes_the_warmest(core: StoreCore, client: Client) -> None:
     for i in range(64):
         put(core, client, blocks(str(i)))
     lease = core.lease(client, ["63", "62"])
@@ -338,9 +308,7 @@ def test_a_pinned_block_at_the_cold_end_becomes_the_warmest(make_core: MakeCore)
     core.release(lease)
 
 
-def test_a_batch_refused_by_fragmentation_evicts_in_growing_steps_and_succeeds(make_core: MakeCore) -> None:
-    core = make_core()
-    client = core.open_client("a")
+def test_a_batch_refused_by_fragmentation_evicts_in_growing_steps_and_succeeds(core: StoreCore, client: Client) -> None:
     for i in range(64):
         put(core, client, blocks(f"{i:02}"))
     core.delete([f"{i:02}" for i in range(0, 64, 2)])  # every other block: no two free ones are neighbours
@@ -382,8 +350,7 @@ def test_a_value_above_the_limit_is_too_large(make_core: MakeCore) -> None:
         core.reserve(client, [101])
 
 
-def test_manual_and_periodic_eviction_are_counted_apart_and_can_be_sliced(make_core: MakeCore) -> None:
-    core = make_core()
+def test_manual_and_periodic_eviction_are_counted_apart_and_can_be_sliced(core: StoreCore) -> None:
     put(core, core.open_client("a"), blocks(*map(str, range(64))))
     assert core.evict(0.5, 1.0) == 0
     assert core.evict(0.75, 0.9, "periodic", max_blocks=10) == 10
@@ -435,9 +402,8 @@ def test_a_batch_has_a_bounded_number_of_keys(make_core: MakeCore, call: str) ->
         calls[call]()
 
 
-def test_closing_a_client_returns_all_its_room(make_core: MakeCore) -> None:
-    core = make_core()
-    client, other = core.open_client("a"), core.open_client("b")
+def test_closing_a_client_returns_all_its_room(core: StoreCore, client: Client) -> None:
+    other = core.open_client("b")
     put(core, client, blocks("x", "y"))
     core.reserve(client, [64, 64])
     core.lease(client, ["x"])
@@ -453,8 +419,7 @@ def test_closing_a_client_returns_all_its_room(make_core: MakeCore) -> None:
         core.reserve(client, [1])
 
 
-def test_a_quarantined_client_keeps_its_room_until_it_is_closed(make_core: MakeCore) -> None:
-    core = make_core()
+def test_a_quarantined_client_keeps_its_room_until_it_is_closed(core: StoreCore) -> None:
     client = core.open_client("lost")
     put(core, client, blocks("x"))
     reservation, lease = core.reserve(client, [64, 64]), core.lease(client, ["x"])
@@ -481,9 +446,7 @@ def test_a_quarantined_client_keeps_its_room_until_it_is_closed(make_core: MakeC
 # Holds
 
 
-def test_a_hold_keeps_a_prefix_until_it_is_released_by_anyone(make_core: MakeCore) -> None:
-    core = make_core()
-    client = core.open_client("a")
+def test_a_hold_keeps_a_prefix_until_it_is_released_by_anyone(core: StoreCore, client: Client) -> None:
     put(core, client, blocks("a", "b", "d"))
     count, hold = core.hold_prefix(client, ["a", "b", "c", "d"], 5.0)
     assert (count, hold > 0) == (2, True)
@@ -520,9 +483,7 @@ def test_the_id_of_a_hold_has_64_bits_and_is_neither_0_nor_in_use(make_core: Mak
     assert [core.hold_prefix(client, ["k"], 1.0)[1] for _ in range(2)] == [5, 2**64 - 1]
 
 
-def test_a_hold_ends_when_its_time_is_over(make_core: MakeCore, clock: FakeClock) -> None:
-    core = make_core()
-    client = core.open_client("a")
+def test_a_hold_ends_when_its_time_is_over(core: StoreCore, client: Client, clock: FakeClock) -> None:
     put(core, client, blocks("a", "b"))
     _, short = core.hold_prefix(client, ["a"], 2.0)
     _, long = core.hold_prefix(client, ["a", "b"], 3.0)
@@ -564,9 +525,7 @@ def test_holds_are_bounded_in_time_and_bytes(make_core: MakeCore) -> None:
     assert core.statistics().held_bytes == 128
 
 
-def test_released_holds_do_not_pile_up(make_core: MakeCore) -> None:
-    core = make_core()
-    client = core.open_client("a")
+def test_released_holds_do_not_pile_up(core: StoreCore, client: Client) -> None:
     put(core, client, blocks("a"))
     for _ in range(1000):
         core.release_hold(core.hold_prefix(client, ["a"], 60.0)[1])
@@ -586,16 +545,14 @@ def test_a_client_that_ends_gives_its_space_back_in_the_order_in_which_it_took_i
 # Removing and looking
 
 
-def test_delete_counts_what_was_there(make_core: MakeCore) -> None:
-    core = make_core()
+def test_delete_counts_what_was_there(core: StoreCore) -> None:
     put(core, core.open_client("a"), blocks("a", "b"))
     assert core.delete(["a", "missing", "a"]) == 1
     assert core.statistics().deleted == 1
     assert core.pool.used_bytes == 64
 
 
-def test_keys_deleted_and_blocks_dropped_are_counted_since_the_start(make_core: MakeCore) -> None:
-    core = make_core()
+def test_keys_deleted_and_blocks_dropped_are_counted_since_the_start(core: StoreCore) -> None:
     put(core, core.open_client("a"), blocks(*map(str, range(9))))
     core.delete(["0", "1"])
     core.purge(3)
@@ -608,8 +565,7 @@ def test_keys_deleted_and_blocks_dropped_are_counted_since_the_start(make_core: 
     assert (statistics.deleted, statistics.checksum_drops, statistics.keys) == (5, 2, 2)
 
 
-def test_purge_takes_all_or_the_coldest(make_core: MakeCore) -> None:
-    core = make_core()
+def test_purge_takes_all_or_the_coldest(core: StoreCore) -> None:
     put(core, core.open_client("a"), blocks("a", "b", "c"))
     assert core.purge(1) == 1
     assert recency(core) == ["b", "a"]
@@ -624,8 +580,7 @@ def test_a_purge_in_slices_removes_a_bounded_number_at_once(make_core: MakeCore)
     assert core.pool.used_bytes == 0
 
 
-def test_keys_come_in_code_point_order_page_by_page(make_core: MakeCore) -> None:
-    core = make_core()
+def test_keys_come_in_code_point_order_page_by_page(core: StoreCore) -> None:
     put(core, core.open_client("a"), blocks("b/2", "b/10", "a", "ü", "b/1"))
     assert core.keys() == ["a", "b/1", "b/10", "b/2", "ü"]
     assert core.keys(prefix="b/", limit=2) == ["b/1", "b/10"]
@@ -640,9 +595,7 @@ def test_keys_begin_with_the_first_and_come_a_thousand_at_a_time(make_core: Make
     assert core.keys(after=names[999]) == names[1000:]
 
 
-def test_verify_drops_a_block_that_is_not_what_was_written(make_core: MakeCore) -> None:
-    core = make_core()
-    client = core.open_client("a")
+def test_verify_drops_a_block_that_is_not_what_was_written(core: StoreCore, client: Client) -> None:
     put(core, client, {"sound": b"sound", "bad": b"good"})
     unhashed = core.reserve(client, [4])
     core.commit(unhashed, ["unhashed"], None)
