@@ -93,10 +93,14 @@ class Machine:
 
     def restart(self) -> None:
         """Lose power, and start again; all volumes recover."""
+        self.crash()
+        self.settle()
+
+    def crash(self) -> None:
+        """Lose power, and start again, with volumes that have yet to recover."""
         for disk in self.disks:
             disk.crash()
         self.start()
-        self.settle()
 
     def close(self) -> None:
         for pool in self.pools:
@@ -177,6 +181,17 @@ class Machine:
 
     def put_names(self, *names: str, **options: Any) -> None:
         self.put({name: content(name) for name in names}, **options)
+
+    def put_apart(self, *names: str) -> None:
+        """Put blocks in a batch of its own each, and let them be written."""
+        for name in names:
+            self.put_names(name)
+        self.settle()
+
+    def put_on_disk(self, *names: str, **options: Any) -> None:
+        """Put blocks that are on disk only, when it returns."""
+        self.put_names(*names, **options)
+        assert self.on_disk(*names)
 
     def get(self, *keys: str) -> list[bytes | None]:
         """Read as a server does: want, wait, lease."""

@@ -115,9 +115,7 @@ class Run:
         self.note_reuse()
         self.model.crash(orderly=self.is_closing)
         self.machine.disks = [disk.copy(chance) for disk in self.machine.disks]
-        for disk in self.machine.disks:
-            disk.crash()
-        self.machine.start()
+        self.machine.crash()
 
     def note_reuse(self) -> None:
         """Note whether what was durable may be gone, because disks are full."""

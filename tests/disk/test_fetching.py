@@ -22,30 +22,26 @@ def fetch(machine: Machine, *keys: str, then: Callable[[], object] = lambda: Non
 
 
 def test_what_was_in_memory_and_is_evicted_while_others_are_read_is_read_too(machine: Machine) -> None:
-    machine.put_names("a", "b")
-    assert machine.on_disk("a", "b")
+    machine.put_on_disk("a", "b")
     assert machine.get("a") == [content("a")]
     assert fetch(machine, "a", "b", then=lambda: machine.core.evict_keys(["a"])) == 2
     assert machine.peek("a", "b") == [content("a"), content("b")]
 
 
 def test_what_is_evicted_as_soon_as_it_was_read_is_read_again(machine: Machine) -> None:
-    machine.put_names("a", "b")
-    assert machine.on_disk("a", "b")
+    machine.put_on_disk("a", "b")
     assert fetch(machine, "a", "b", then=machine.forget_memory, most=3) == 4
     assert machine.peek("a", "b") == [content("a"), content("b")]
 
 
 def test_nobody_reads_for_ever_what_is_evicted_again_and_again(machine: Machine) -> None:
-    machine.put_names("a")
-    assert machine.on_disk("a")
+    machine.put_on_disk("a")
     assert fetch(machine, "a", then=machine.forget_memory, most=100) == 8
 
 
 def test_a_read_that_begins_again_ends_by_its_deadline(make_machine: MakeMachine) -> None:
     machine = make_machine(settings=TierSettings(admission="eager", wait_s=1.0))
-    machine.put_names("a")
-    assert machine.on_disk("a")
+    machine.put_on_disk("a")
 
     def later() -> None:
         machine.forget_memory()
@@ -55,14 +51,12 @@ def test_a_read_that_begins_again_ends_by_its_deadline(make_machine: MakeMachine
 
 
 def test_a_block_that_is_moved_on_disk_while_it_is_read_is_there(machine: Machine) -> None:
-    machine.put_names("a")
-    assert machine.on_disk("a")
+    machine.put_on_disk("a")
     machine.stuck = lambda job: isinstance(job, ReadInto)
     wait = machine.tier.want(["a"], FOREVER)
     machine.step()
     machine.delete("a")
-    machine.put_names("a")
-    assert machine.on_disk("a")
+    machine.put_on_disk("a")
     machine.stuck = lambda job: False
     assert machine.until(wait).unmet == 0
     assert machine.peek("a") == [content("a")]

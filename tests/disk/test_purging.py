@@ -74,11 +74,8 @@ def test_a_disk_that_does_not_answer_fails_the_purge_which_is_done_all_the_same(
 
 
 def test_a_purge_ends_though_a_disk_that_is_given_up_never_recovers(machine: Machine) -> None:
-    machine.put_names("a")
-    assert machine.on_disk("a")
-    for disk in machine.disks:
-        disk.crash()
-    machine.start()
+    machine.put_on_disk("a")
+    machine.crash()
     machine.stuck = lambda job: True
     machine.start_jobs()
     wait = machine.tier.purge(FOREVER)

@@ -91,8 +91,7 @@ def test_second_use_needs_a_journal_that_tells_of_reads(machine: Machine) -> Non
 
 
 def test_what_a_disk_has_is_not_written_again(machine: Machine) -> None:
-    machine.put_names("a")
-    assert machine.on_disk("a")
+    machine.put_on_disk("a")
     machine.put_names("a")  # the same block again
     machine.settle()
     assert machine.get("a") == [content("a")]
@@ -205,8 +204,7 @@ def test_what_a_lost_client_may_still_write_is_not_written(machine: Machine) -> 
 
 
 def test_blocks_without_checksum_come_back_without_one(machine: Machine) -> None:
-    machine.put_names("a", checksums=False)
-    assert machine.on_disk("a")
+    machine.put_on_disk("a", checksums=False)
     assert machine.get("a") == [content("a")]
     (entry,) = machine.core.index.get_many(["a"])
     assert entry is not None and entry[3] == 0
@@ -237,16 +235,14 @@ def test_reading_into_padding_changes_no_other_block(make_machine: MakeMachine) 
 
 
 def test_a_prefix_is_read_by_one_job(machine: Machine) -> None:
-    machine.put_names(*NAMES)
-    assert machine.on_disk(*NAMES)
+    machine.put_on_disk(*NAMES)
     assert machine.get(*NAMES) == [content(name) for name in NAMES]
     (read,) = block_reads(machine.disks[0])
     assert file_bytes(read.views) == 8 * UNIT_BYTES
 
 
 def test_a_key_is_read_once_however_many_want_it(machine: Machine) -> None:
-    machine.put_names("a", "b")
-    assert machine.on_disk("a", "b")
+    machine.put_on_disk("a", "b")
     waits = [machine.tier.want(keys, machine.clock.now + 9) for keys in (["a"], ["a", "b"], ["b", "a", "a"])]
     for wait in waits:
         assert machine.until(wait).unmet == 0
@@ -270,8 +266,7 @@ def test_what_comes_up_from_disk_does_not_evict_what_was_asked_for_with_it(machi
 
 @pytest.mark.parametrize(("deadline_s", "waits_s"), [(0.5, 0.5), (5.0, 1.0)])
 def test_a_read_that_is_late_is_a_miss(machine: Machine, deadline_s: float, waits_s: float) -> None:
-    machine.put_names("a")
-    assert machine.on_disk("a")
+    machine.put_on_disk("a")
     machine.stuck = is_block_read
     begin = machine.clock.now
     wait = machine.until(machine.tier.want(["a"], begin + deadline_s))
@@ -284,8 +279,7 @@ def test_a_read_that_is_late_is_a_miss(machine: Machine, deadline_s: float, wait
 
 
 def test_a_read_without_room_in_the_pool_is_a_miss(machine: Machine) -> None:
-    machine.put_names("a")
-    assert machine.on_disk("a")
+    machine.put_on_disk("a")
     reservation = machine.core.reserve(machine.client, [UNIT_BYTES] * 64)
     assert machine.get("a") == [None]
     assert machine.tier.statistics().no_room_blocks == 1
@@ -294,8 +288,7 @@ def test_a_read_without_room_in_the_pool_is_a_miss(machine: Machine) -> None:
 
 
 def test_a_block_that_comes_up_leaves_what_was_put_meanwhile(machine: Machine) -> None:
-    machine.put_names("a")
-    assert machine.on_disk("a")
+    machine.put_on_disk("a")
     wait = machine.tier.want(["a"], machine.clock.now + 9)
     machine.start_jobs()
     machine.put({"a": b"newer"})
@@ -308,8 +301,7 @@ def test_a_block_that_comes_up_leaves_what_was_put_meanwhile(machine: Machine) -
 
 @pytest.mark.parametrize("removal", ["delete", "purge", "delete in memory"])
 def test_a_read_under_way_does_not_bring_back_what_was_removed(machine: Machine, removal: str) -> None:
-    machine.put_names("a", "b")
-    assert machine.on_disk("a", "b")
+    machine.put_on_disk("a", "b")
     wait = machine.tier.want(["a", "b"], machine.clock.now + 9)
     machine.start_jobs()
     assert any(is_block_read(job) for job in machine.disks[0].under_way)
@@ -324,8 +316,7 @@ def test_a_read_under_way_does_not_bring_back_what_was_removed(machine: Machine,
 
 
 def test_who_stops_waiting_frees_no_room_that_is_still_read_into(machine: Machine) -> None:
-    machine.put_names("a")
-    assert machine.on_disk("a")
+    machine.put_on_disk("a")
     used = machine.core.pool.used_bytes
     machine.stuck = is_block_read
     wait = machine.tier.want(["a"], machine.clock.now + 0.1)
@@ -343,8 +334,7 @@ def test_who_stops_waiting_frees_no_room_that_is_still_read_into(machine: Machin
 
 
 def test_what_was_not_started_is_not_read_when_nobody_waits(machine: Machine) -> None:
-    machine.put_names(*NAMES)
-    assert machine.on_disk(*NAMES)
+    machine.put_on_disk(*NAMES)
     wait = machine.tier.want(NAMES, machine.clock.now + 0.1)
     machine.clock.now += 1
     machine.tier.jobs()
@@ -358,8 +348,7 @@ def test_what_was_not_started_is_not_read_when_nobody_waits(machine: Machine) ->
 
 
 def test_both_tiers_are_counted_and_those_in_memory_named(machine: Machine) -> None:
-    machine.put_names("a", "b", "c")
-    assert machine.on_disk("a", "b", "c")
+    machine.put_on_disk("a", "b", "c")
     machine.get("b")
     assert machine.tier.exists(["a", "b", "missing"]) == b"\2\1\0"
     match = machine.tier.match_prefix(["a", "b", "c", "missing", "a"])
@@ -368,11 +357,8 @@ def test_both_tiers_are_counted_and_those_in_memory_named(machine: Machine) -> N
 
 
 def test_a_store_that_starts_serves_at_once_and_its_disk_is_absent_until_it_recovered(machine: Machine) -> None:
-    machine.put_names("a")
-    assert machine.on_disk("a")
-    for disk in machine.disks:
-        disk.crash()
-    machine.start()
+    machine.put_on_disk("a")
+    machine.crash()
     assert machine.tier.exists(["a"]) == b"\0"
     assert machine.get("a") == [None]
     machine.settle()
@@ -380,11 +366,8 @@ def test_a_store_that_starts_serves_at_once_and_its_disk_is_absent_until_it_reco
 
 
 def test_what_was_put_or_deleted_while_a_disk_recovered_stays_so(machine: Machine) -> None:
-    machine.put_names("a", "b", "c")
-    assert machine.on_disk("a", "b", "c")
-    for disk in machine.disks:
-        disk.crash()
-    machine.start()
+    machine.put_on_disk("a", "b", "c")
+    machine.crash()
     machine.put({"a": b"newer"})
     deletion = machine.tier.delete(["b"], machine.clock.now + 99)
     assert machine.until(deletion.wait).unmet == 0
@@ -400,8 +383,7 @@ def test_what_was_put_or_deleted_while_a_disk_recovered_stays_so(machine: Machin
 
 def test_a_prefetch_reads_heads_first_within_a_quarter_of_the_pool(machine: Machine) -> None:
     names = [f"long {number}" for number in range(40)]
-    machine.put_names(*names)
-    assert machine.on_disk(*names)
+    machine.put_on_disk(*names)
     found = machine.tier.prefetch(names)
     assert (found.reading, found.skipped) == (16, 24)
     again = machine.tier.prefetch(names[16:])
@@ -450,8 +432,7 @@ def test_a_held_prefix_survives_eviction_and_overwriting(make_machine: MakeMachi
 
 
 def test_a_hold_ends_with_its_time(machine: Machine) -> None:
-    machine.put_names("a")
-    assert machine.on_disk("a")
+    machine.put_on_disk("a")
     found = machine.tier.prefetch(["a"], hold_s=20.0)
     machine.settle(1.0)
     assert machine.core.statistics().held_bytes == UNIT_BYTES  # it came up, and is held there, too
@@ -466,8 +447,7 @@ def test_a_hold_ends_with_its_time(machine: Machine) -> None:
 def test_holds_on_disk_are_bounded(make_machine: MakeMachine) -> None:
     machine = make_machine(pool_bytes=256 * UNIT_BYTES, segments=3)
     names = [f"long {number}" for number in range(100)]
-    machine.put_names(*names)
-    assert machine.on_disk(*names)
+    machine.put_on_disk(*names)
     with pytest.raises(LimitExceeded, match="on disk"):
         machine.tier.hold_prefix(machine.client, names, 10.0)
     with pytest.raises(LimitExceeded, match="max_hold_s"):
@@ -531,8 +511,7 @@ def test_a_flush_ends_at_its_deadline(machine: Machine) -> None:
 
 
 def test_a_deletion_is_durable_once_it_was_waited_for(machine: Machine) -> None:
-    machine.put_names("a", "b")
-    assert machine.on_disk("a", "b")
+    machine.put_on_disk("a", "b")
     assert machine.delete("a", "missing") == 1
     machine.restart()
     assert machine.get("a", "b") == [None, content("b")]
@@ -553,8 +532,7 @@ def test_a_block_deleted_while_it_is_written_gets_a_tombstone(machine: Machine) 
 
 def test_an_older_block_of_a_key_needs_a_tombstone_too(machine: Machine) -> None:
     """Its newer one was in memory only, so the index does not know the key any more."""
-    machine.put_names("a")
-    assert machine.on_disk("a")
+    machine.put_on_disk("a")
     machine.stuck = lambda job: isinstance(job, Write)
     machine.put({"a": b"newer"})
     machine.step()
@@ -565,8 +543,7 @@ def test_an_older_block_of_a_key_needs_a_tombstone_too(machine: Machine) -> None
 
 
 def test_a_block_put_after_a_deletion_is_not_hidden_by_its_tombstone(machine: Machine) -> None:
-    machine.put_names("a")
-    assert machine.on_disk("a")
+    machine.put_on_disk("a")
     machine.tier.delete(["a"], machine.clock.now + 9)
     machine.put({"a": b"newer"})
     assert machine.flush("a") == 0
@@ -575,8 +552,7 @@ def test_a_block_put_after_a_deletion_is_not_hidden_by_its_tombstone(machine: Ma
 
 
 def test_after_a_crash_an_older_block_may_return_if_its_successor_was_in_memory_only(machine: Machine) -> None:
-    machine.put_names("a")
-    assert machine.on_disk("a")
+    machine.put_on_disk("a")
     machine.put({"a": b"newer"})
     assert machine.peek("a") == [b"newer"]
     machine.restart()
@@ -584,8 +560,7 @@ def test_after_a_crash_an_older_block_may_return_if_its_successor_was_in_memory_
 
 
 def test_a_purge_is_durable_once_it_was_waited_for(machine: Machine) -> None:
-    machine.put_names("a")
-    assert machine.on_disk("a")
+    machine.put_on_disk("a")
     machine.put_names("b")
     machine.begin_writing()
     wait = machine.tier.purge(machine.clock.now + 9)
@@ -603,8 +578,7 @@ def test_a_purge_is_durable_once_it_was_waited_for(machine: Machine) -> None:
 
 def test_what_was_read_of_late_survives_the_reuse_of_its_segment(make_machine: MakeMachine) -> None:
     machine = make_machine(segments=3)
-    machine.put_names("read", "unread")
-    assert machine.on_disk("read", "unread")
+    machine.put_on_disk("read", "unread")
     for number in range(900):
         machine.put_names(f"other {number}")
         if number % 8 == 0:
@@ -622,9 +596,7 @@ def test_what_was_read_of_late_survives_the_reuse_of_its_segment(make_machine: M
 
 def test_parts_of_a_batch_go_to_the_disks_in_turn(make_machine: MakeMachine) -> None:
     machine = make_machine(disks=2)
-    for name in NAMES:
-        machine.put_names(name)
-    machine.settle()
+    machine.put_apart(*NAMES)
     assert [disk.written_blocks for disk in machine.tier.statistics().disks] == [4, 4]
     machine.restart()
     assert machine.get(*NAMES) == [content(name) for name in NAMES]
@@ -632,9 +604,7 @@ def test_parts_of_a_batch_go_to_the_disks_in_turn(make_machine: MakeMachine) -> 
 
 def test_a_disk_that_was_away_is_purged_when_it_comes_back(make_machine: MakeMachine) -> None:
     machine = make_machine(disks=2)
-    for name in NAMES:
-        machine.put_names(name)
-    machine.settle()
+    machine.put_apart(*NAMES)
     first, second = machine.disks
     machine.forget_memory()
     on_second = [
@@ -684,9 +654,7 @@ def test_a_block_put_again_while_it_waits_for_its_turn_is_the_one_that_is_writte
 
 def test_a_disk_may_be_replaced_by_a_new_one(make_machine: MakeMachine) -> None:
     machine = make_machine(disks=2)
-    for name in NAMES:
-        machine.put_names(name)
-    machine.settle()
+    machine.put_apart(*NAMES)
     machine.disks[1].wipe()
     machine.restart()
     assert sum(value is not None for value in machine.get(*NAMES)) == 4
@@ -697,9 +665,7 @@ def test_what_is_put_again_goes_to_the_disk_that_has_it_while_another_may_have_a
     make_machine: MakeMachine, slow: int
 ) -> None:
     machine = make_machine(disks=2)
-    for name in NAMES:
-        machine.put_names(name)
-    machine.settle()
+    machine.put_apart(*NAMES)
     for disk in machine.disks:
         disk.crash()
     machine.stuck = lambda job: job.volume == slow
@@ -737,8 +703,7 @@ def test_a_batch_that_could_not_be_written_is_written_elsewhere(machine: Machine
 
 
 def test_a_disk_that_fails_again_and_again_becomes_read_only_with_an_alarm(machine: Machine) -> None:
-    machine.put_names("before")
-    assert machine.on_disk("before")
+    machine.put_on_disk("before")
     machine.disks[0].faults.flush_error = 1.0
     machine.put_names("after")
     assert machine.flush("after") == 1
@@ -774,8 +739,7 @@ def test_a_disk_that_becomes_read_only_keeps_nothing_that_was_being_hashed_for_i
 
 
 def test_a_block_that_cannot_be_read_is_a_miss_and_dropped(machine: Machine) -> None:
-    machine.put_names("a")
-    assert machine.on_disk("a")
+    machine.put_on_disk("a")
     machine.disks[0].faults.read_error = 1.0
     assert machine.get("a") == [None]
     machine.disks[0].faults.heal()
@@ -784,8 +748,7 @@ def test_a_block_that_cannot_be_read_is_a_miss_and_dropped(machine: Machine) -> 
 
 
 def test_a_damaged_block_is_a_miss_and_its_neighbours_are_not(machine: Machine) -> None:
-    machine.put_names("a", "b", "c")
-    assert machine.on_disk("a", "b", "c")
+    machine.put_on_disk("a", "b", "c")
     (disk,) = machine.disks
     disk.rot("segments/0", disk.contents("segments/0").index(content("b")) + 99)
     assert machine.get("a", "b", "c") == [content("a"), None, content("c")]
@@ -815,8 +778,7 @@ def test_the_copy_on_disk_serves_when_the_one_in_memory_was_damaged(machine: Mac
 
 
 def test_a_disk_that_hangs_gets_no_jobs_until_they_return(machine: Machine) -> None:
-    machine.put_names("a")
-    assert machine.on_disk("a")
+    machine.put_on_disk("a")
     machine.stuck = is_block_read
     assert machine.get("a") == [None]
     machine.clock.now += 20
@@ -832,8 +794,7 @@ def test_a_disk_that_hangs_gets_no_jobs_until_they_return(machine: Machine) -> N
 
 
 def test_a_disk_that_hung_does_not_give_what_was_replaced_meanwhile(machine: Machine) -> None:
-    machine.put_names("a")
-    assert machine.on_disk("a")
+    machine.put_on_disk("a")
     machine.stuck = is_block_read
     assert machine.get("a") == [None]
     machine.clock.now += 20
@@ -849,8 +810,7 @@ def test_a_disk_that_hung_does_not_give_what_was_replaced_meanwhile(machine: Mac
 def test_a_disk_that_is_gone_is_off_and_everything_on_it_a_miss(
     machine: Machine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    machine.put_names("a", "b")
-    assert machine.on_disk("a", "b")
+    machine.put_on_disk("a", "b")
     (disk,) = machine.disks
     finish = disk.finish
     monkeypatch.setattr(disk, "finish", lambda job: Result(finish(job).job, errno.ENODEV))
@@ -864,8 +824,7 @@ def test_a_disk_that_is_gone_is_off_and_everything_on_it_a_miss(
 def test_what_was_being_written_is_leased_no_more_when_its_disk_is_off(
     machine: Machine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    machine.put_names("a")
-    assert machine.on_disk("a")
+    machine.put_on_disk("a")
     machine.put_names("b")
     machine.stuck = lambda job: isinstance(job, Write)
     machine.begin_writing()
@@ -894,8 +853,7 @@ def test_a_full_disk_is_as_large_as_it_could_be(make_machine: MakeMachine) -> No
     assert statistics.state == "healthy"
     assert statistics.capacity_bytes < 8 * 256 * 1024
     assert statistics.alarm.startswith("the disk has less room than it was given: its file system is full (ENOSPC)")
-    machine.put_names("last")
-    assert machine.on_disk("last")
+    machine.put_on_disk("last")
     machine.disks[0].free_bytes = 8 * 256 * 1024
     machine.restart()
     assert machine.tier.statistics().disks[0].capacity_bytes == 8 * 256 * 1024
@@ -990,8 +948,7 @@ def test_the_index_is_saved_from_time_to_time_if_anything_was_written(machine: M
 
 
 def test_whoever_drives_the_tier_is_told_of_work_and_sleeps_without(machine: Machine) -> None:
-    machine.put_names("warm")
-    assert machine.on_disk("warm")
+    machine.put_on_disk("warm")
     machine.clock.now += 301
     machine.settle()
     assert machine.tier.next_deadline() is None
@@ -1014,9 +971,7 @@ def test_an_older_block_does_not_return_when_both_disks_were_recovering_as_the_n
     for name in ("a", "b"):
         machine.put_names(name)
         machine.settle()
-    for disk in machine.disks:
-        disk.crash()
-    machine.start()
+    machine.crash()
     machine.put({"a": b"newer"})
     machine.start_jobs()
     machine.settle()

@@ -336,9 +336,7 @@ class TierMachine(RuleBasedStateMachine):
         self.settle_pending()
         self.heal_disks()
         self.reuses_segments()
-        for disk in self.machine.disks:
-            disk.crash()
-        self.machine.start()
+        self.machine.crash()
         self.model.crash(orderly=orderly)
         self.begin()
         if recovered:

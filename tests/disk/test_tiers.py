@@ -106,8 +106,7 @@ def test_an_error_in_a_decision_turns_the_disks_off(
     machine: Machine, part: tuple[type, str], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     guarded(machine)
-    machine.put_names("old")
-    assert machine.on_disk("old")
+    machine.put_on_disk("old")
     machine.put_names("a", "b")
     plant(monkeypatch, *part)
     flush = begun(machine.tiers.flush(["a"], FOREVER))
@@ -150,8 +149,7 @@ def test_a_request_that_is_refused_turns_nothing_off(machine: Machine) -> None:
 
 def test_what_a_disk_still_reads_and_writes_stays_pinned(machine: Machine, monkeypatch: pytest.MonkeyPatch) -> None:
     guarded(machine)
-    machine.put_names("old")
-    assert machine.on_disk("old")
+    machine.put_on_disk("old")
     machine.stuck = lambda job: isinstance(job, ReadInto | Write)
     machine.put_names("a")
     machine.begin_writing()
@@ -172,9 +170,7 @@ def test_an_error_in_one_volume_turns_that_disk_off_and_no_other(
     make_machine: MakeMachine, method: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     machine = guarded(make_machine(disks=2))
-    for name in NAMES:
-        machine.put_names(name)
-    machine.settle()
+    machine.put_apart(*NAMES)
     plant(monkeypatch, Volume, method, lambda volume, *_: volume.number == 0)
     names = [f"new {number}" for number in range(8)]
     for name in names:
@@ -193,8 +189,7 @@ def test_an_error_in_the_result_of_a_job_settles_who_waits_for_that_disk(
     machine: Machine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     guarded(machine)
-    machine.put_names("old")
-    assert machine.on_disk("old")
+    machine.put_on_disk("old")
     plant(monkeypatch, Volume, "done", lambda _, result: isinstance(result.job, Flush))
     machine.put_names("a")
     flush = begun(machine.tiers.flush(["a"], 9.0))
@@ -210,12 +205,9 @@ def test_an_error_while_a_disk_recovers_ends_what_waits_for_its_index(
     make_machine: MakeMachine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     machine = make_machine()
-    machine.put_names("old")
-    assert machine.on_disk("old")
+    machine.put_on_disk("old")
     plant(monkeypatch, Volume, "done")
-    for disk in machine.disks:
-        disk.crash()
-    machine.start()
+    machine.crash()
     guarded(machine)
     purge = begun(machine.tiers.purge(9.0))
     machine.put_names("a")
@@ -226,8 +218,7 @@ def test_an_error_while_a_disk_recovers_ends_what_waits_for_its_index(
 
 
 def test_a_deletion_that_a_disk_did_not_make_durable_in_time_is_told_so(machine: Machine) -> None:
-    machine.put_names("a")
-    assert machine.on_disk("a")
+    machine.put_on_disk("a")
     machine.stuck = lambda job: isinstance(job, Flush)
     with pytest.raises(DeadlineExceeded, match="may be back"):
         machine.take(machine.tiers.delete(["a"], 1.0))
