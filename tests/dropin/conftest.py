@@ -1,10 +1,12 @@
-"""A server, and connections to it in the manner of the original."""
+"""Servers, and connections to them in the manner of the original."""
 
+import asyncio
+import ctypes
 import tempfile
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
-from typing import Any, TypeAlias
+from typing import Any, TypeAlias, TypeVar
 
 import pytest
 
@@ -13,20 +15,60 @@ from infinistore.dropin.registered_server import RegisteredServer
 from tests.server.running import KIB, MIB, make_config
 
 Connect: TypeAlias = Callable[..., InfinityConnection]
+Memory = TypeVar("Memory")
 
 
-def run_server(**settings: Any) -> RegisteredServer:
+def pointer(memory: Any) -> int:
+    return ctypes.addressof(ctypes.c_char.from_buffer(memory))
+
+
+def register(connection: InfinityConnection, memory: Memory) -> Memory:
+    """Register memory by its address; return it."""
+    view: Any = memory
+    assert connection.register_mr(pointer(view), memoryview(view).nbytes) == 0
+    return memory
+
+
+def write(connection: InfinityConnection, blocks: list[tuple[str, int]], size: int, memory: Any) -> int:
+    return asyncio.run(connection.rdma_write_cache_async(blocks, size, pointer(memory)))
+
+
+def read(connection: InfinityConnection, blocks: list[tuple[str, int]], size: int, memory: Any) -> int:
+    return asyncio.run(connection.rdma_read_cache_async(blocks, size, pointer(memory)))
+
+
+@contextmanager
+def running_server(**settings: Any) -> Iterator[RegisteredServer]:
     """A server in a thread, on a free port, with a pool of 16 MiB."""
-    return RegisteredServer(make_config(**{"prealloc_bytes": 16 * MIB, "minimal_allocate_bytes": KIB, **settings}))
+    given = {"prealloc_bytes": 16 * MIB, "minimal_allocate_bytes": KIB, **settings}
+    running = RegisteredServer(make_config(**given))
+    try:
+        yield running
+    finally:
+        running.stop()
 
 
 @contextmanager
 def serving(path: str) -> Iterator[RegisteredServer]:
     """A server to which the best path is this one."""
-    with tempfile.TemporaryDirectory(prefix="infinistore-") as folder:
-        running = run_server(unix_socket=str(Path(folder, "s")) if path == "shm" else "off")
+    with (
+        tempfile.TemporaryDirectory(prefix="infinistore-") as folder,
+        running_server(unix_socket=str(Path(folder, "s")) if path == "shm" else "off") as running,
+    ):
         yield running
-        running.stop()
+
+
+def config_for(port: int, kind: str = TYPE_RDMA, **settings: Any) -> ClientConfig:
+    """How a program of the original reaches a server on this machine."""
+    given = {"host_addr": "127.0.0.1", "service_port": port, "connection_type": kind, **settings}
+    return ClientConfig(**given)
+
+
+@contextmanager
+def connected(port: int, kind: str = TYPE_RDMA, **settings: Any) -> Iterator[InfinityConnection]:
+    with InfinityConnection(config_for(port, kind, **settings)) as connection:
+        connection.connect()
+        yield connection
 
 
 @pytest.fixture(scope="module", params=["shm", "tcp"])
@@ -44,11 +86,11 @@ def config(server: RegisteredServer) -> ClientConfig:
     empty.
     """
     server.ask(lambda store: store.purge())
-    return ClientConfig(host_addr="127.0.0.1", service_port=server.addresses.port, connection_type=TYPE_RDMA)
+    return config_for(server.addresses.port)
 
 
 @pytest.fixture
-def connect(config: ClientConfig, monkeypatch: pytest.MonkeyPatch) -> Iterator[Connect]:
+def connect(server: RegisteredServer, config: ClientConfig, monkeypatch: pytest.MonkeyPatch) -> Iterator[Connect]:
     """Opens connections; keyword arguments change the configuration. All are closed
     after the test. Their calls have more time than the original's settings can say: a
     thousand at once take long on a busy machine.
@@ -57,11 +99,8 @@ def connect(config: ClientConfig, monkeypatch: pytest.MonkeyPatch) -> Iterator[C
     monkeypatch.setattr(ClientConfig, "options", property(lambda given: {**options.fget(given), "deadline_s": 100.0}))
     with ExitStack() as stack:
 
-        def connect(**settings: Any) -> InfinityConnection:
-            given = {name: getattr(config, name) for name in ("host_addr", "service_port", "connection_type")}
-            connection = stack.enter_context(InfinityConnection(ClientConfig(**{**given, **settings})))
-            connection.connect()
-            return connection
+        def connect(kind: str = TYPE_RDMA, **settings: Any) -> InfinityConnection:
+            return stack.enter_context(connected(server.addresses.port, kind, **settings))
 
         yield connect
 

@@ -3,11 +3,12 @@ with something else.
 """
 
 import asyncio
-import ctypes
 import mmap
 import socket
 import threading
 from collections.abc import Iterator
+from functools import partial
+from pathlib import Path
 from typing import Any
 
 import numpy
@@ -16,13 +17,18 @@ import pytest
 import infinistore
 from infinistore import TYPE_RDMA, TYPE_TCP, ClientConfig, InfinityConnection, InvalidRequest
 from infinistore.dropin.registered_server import RegisteredServer
-from tests.dropin.conftest import Connect, run_server, serving
+from tests.dropin.conftest import (
+    Connect,
+    config_for,
+    connected,
+    pointer,
+    register,
+    running_server,
+    serving,
+    write,
+)
 from tests.ports import own_ports
 from tests.server.running import MIB
-
-
-def pointer(memory: Any) -> int:
-    return ctypes.addressof(ctypes.c_char.from_buffer(memory))
 
 
 @pytest.fixture(scope="module")
@@ -35,9 +41,7 @@ def server() -> Iterator[RegisteredServer]:
 @pytest.fixture
 def memory(connection: InfinityConnection) -> bytearray:
     """Memory that is registered."""
-    memory = bytearray(b"v" * 100_000)
-    connection.register_mr(pointer(memory), len(memory))
-    return memory
+    return register(connection, bytearray(b"v" * 100_000))
 
 
 async def call(connection: InfinityConnection, method: str, *arguments: Any) -> Any:
@@ -84,7 +88,7 @@ def test_a_write_beyond_the_memory_is_refused(
     connection: InfinityConnection, memory: bytearray, block_size: int
 ) -> None:
     with pytest.raises(InvalidRequest, match="not inside the memory"):
-        asyncio.run(connection.rdma_write_cache_async([("key", 0)], block_size, pointer(memory)))
+        write(connection, [("key", 0)], block_size, memory)
 
 
 @pytest.mark.parametrize("method", METHODS)
@@ -124,7 +128,7 @@ def test_what_a_closed_connection_knew_of_memory_is_forgotten(
     connection.connect()
 
     with pytest.raises(InvalidRequest, match="call register_mr"):
-        asyncio.run(connection.rdma_write_cache_async([("key", 0)], 100, pointer(memory)))
+        write(connection, [("key", 0)], 100, memory)
 
 
 @pytest.mark.parametrize(
@@ -201,20 +205,19 @@ def test_a_key_that_is_none_is_refused(connection: InfinityConnection, method: s
 
 
 def test_a_value_larger_than_the_pool_is_refused_and_the_connection_goes_on(connection: InfinityConnection) -> None:
-    memory = bytearray(20 * MIB)
-    connection.register_mr(pointer(memory), len(memory))
+    memory = register(connection, bytearray(20 * MIB))
 
     with pytest.raises((infinistore.OutOfMemory, infinistore.ValueTooLarge)):
-        asyncio.run(connection.rdma_write_cache_async([("key", 0)], len(memory), pointer(memory)))
+        write(connection, [("key", 0)], len(memory), memory)
     with pytest.raises((infinistore.OutOfMemory, infinistore.ValueTooLarge)):
         connection.tcp_write_cache("key", pointer(memory), len(memory))
 
     assert connection.check_exist("key") is False
-    assert asyncio.run(connection.rdma_write_cache_async([("key", 0)], 1000, pointer(memory))) == 200
+    assert write(connection, [("key", 0)], 1000, memory) == 200
 
 
 def test_methods_for_rdma_are_refused_on_a_connection_of_type_tcp(connect: Connect) -> None:
-    connection = connect(connection_type=TYPE_TCP)
+    connection = connect(TYPE_TCP)
     memory = bytearray(100)
 
     with pytest.raises(infinistore.InfiniStoreException, match="TYPE_RDMA"):
@@ -245,7 +248,7 @@ def test_calls_before_connecting_are_refused(config: ClientConfig) -> None:
 @pytest.mark.parametrize("kind", [TYPE_RDMA, TYPE_TCP])
 def test_a_store_that_is_down_is_one_error(kind: str) -> None:
     (port,) = own_ports(1)
-    connection = InfinityConnection(ClientConfig(host_addr="127.0.0.1", service_port=port, connection_type=kind))
+    connection = InfinityConnection(config_for(port, kind))
 
     with pytest.raises(infinistore.StoreUnavailable, match=f"127.0.0.1:{port}"):
         connection.connect()
@@ -257,9 +260,7 @@ def test_a_store_that_is_down_is_one_error(kind: str) -> None:
 
 
 def test_a_host_that_does_not_exist_is_one_error() -> None:
-    connection = InfinityConnection(
-        ClientConfig(host_addr="no-such-host.invalid", service_port=1, connection_type=TYPE_RDMA)
-    )
+    connection = InfinityConnection(config_for(1, host_addr="no-such-host.invalid"))
 
     with pytest.raises(infinistore.StoreUnavailable, match="no-such-host"):
         connection.connect()
@@ -302,7 +303,7 @@ def test_a_server_of_another_kind_or_version_is_one_error(
 ) -> None:
     port, answers = stranger
     answers.append(answer)
-    connection = InfinityConnection(ClientConfig(host_addr="127.0.0.1", service_port=port, connection_type=TYPE_RDMA))
+    connection = InfinityConnection(config_for(port))
 
     with pytest.raises(error):
         connection.connect()
@@ -310,64 +311,39 @@ def test_a_server_of_another_kind_or_version_is_one_error(
         asyncio.run(connection.connect_async())
 
 
-def test_a_token_comes_from_the_environment(tmp_path: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_token_comes_from_the_environment(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     token_file = tmp_path / "token"
     token_file.write_text("secret\n")
-    server = run_server(token_file=token_file)
-    config = ClientConfig(host_addr="127.0.0.1", service_port=server.addresses.port, connection_type=TYPE_RDMA)
-
-    with pytest.raises(infinistore.AuthenticationFailed):
-        InfinityConnection(config).connect()
-    monkeypatch.setenv("INFINISTORE_TOKEN", "secret")
-    with InfinityConnection(config) as connection:
-        connection.connect()
-        assert connection.check_exist("key") is False
-    server.stop()
+    with running_server(token_file=token_file) as server:
+        port = server.addresses.port
+        with pytest.raises(infinistore.AuthenticationFailed):
+            InfinityConnection(config_for(port)).connect()
+        monkeypatch.setenv("INFINISTORE_TOKEN", "secret")
+        with connected(port) as connection:
+            assert connection.check_exist("key") is False
 
 
-async def write(connection: InfinityConnection, memory: bytearray) -> None:
-    await connection.rdma_write_cache_async([("key", 0)], len(memory), pointer(memory))
-
-
-def test_a_server_that_was_restarted_is_found_again(tmp_path: Any) -> None:
-    memory = bytearray(b"v" * 200_000)
+def test_a_server_that_was_restarted_is_found_again_and_one_that_is_lost_is_one_error(
+    tmp_path: Path,
+) -> None:
     (port,) = own_ports(1)
-    server = run_server(service_port=port, unix_socket=str(tmp_path / "s"))
-    with InfinityConnection(
-        ClientConfig(host_addr="127.0.0.1", service_port=port, connection_type=TYPE_RDMA)
-    ) as connection:
-        connection.connect()
-        connection.register_mr(pointer(memory), len(memory))
-        asyncio.run(write(connection, memory))
-        server.stop()
-        server = run_server(service_port=port, unix_socket=str(tmp_path / "s"))
-
-        assert connection.check_exist("key") is False
-        asyncio.run(write(connection, memory))
-        assert connection.check_exist("key") is True
-    server.stop()
-
-
-def test_a_server_that_is_lost_is_one_error_and_reconnecting_finds_it_at_once(tmp_path: Any) -> None:
-    memory = bytearray(b"v" * 200_000)
-    (port,) = own_ports(1)
-    server = run_server(service_port=port, unix_socket=str(tmp_path / "s"))
-    with InfinityConnection(
-        ClientConfig(host_addr="127.0.0.1", service_port=port, connection_type=TYPE_RDMA)
-    ) as connection:
-        connection.connect()
-        connection.register_mr(pointer(memory), len(memory))
-        server.stop()
+    serve = partial(running_server, service_port=port, unix_socket=str(tmp_path / "s"))
+    with InfinityConnection(config_for(port)) as connection:
+        with serve():
+            connection.connect()
+            memory = register(connection, bytearray(b"v" * 200_000))
+            write(connection, [("key", 0)], len(memory), memory)
+        with serve():
+            assert connection.check_exist("key") is False
+            write(connection, [("key", 0)], len(memory), memory)
+            assert connection.check_exist("key") is True
         with pytest.raises(infinistore.StoreUnavailable):
             connection.check_exist("key")
         with pytest.raises(infinistore.StoreUnavailable):
-            asyncio.run(write(connection, memory))
+            write(connection, [("key", 0)], len(memory), memory)
         with pytest.raises(infinistore.StoreUnavailable):
             connection.reconnect()
-
-        server = run_server(service_port=port, unix_socket=str(tmp_path / "s"))
-        connection.reconnect()
-
-        asyncio.run(write(connection, memory))
-        assert connection.check_exist("key") is True
-    server.stop()
+        with serve():
+            connection.reconnect()  # finds it at once
+            write(connection, [("key", 0)], len(memory), memory)
+            assert connection.check_exist("key") is True

@@ -3,35 +3,20 @@ connection good for the next.
 """
 
 import asyncio
-import contextlib
-import ctypes
 from collections.abc import Awaitable, Callable, Iterator
 from typing import Any
 
 import pytest
 import uvloop
 
-from infinistore import TYPE_RDMA, ClientConfig, InfinityConnection
+from infinistore import InfinityConnection
 from infinistore.dropin.registered_server import RegisteredServer
 from tests.bad_days.faults import Action, Direction, Fault, Proxy, running_proxy
-from tests.dropin.conftest import run_server
+from tests.dropin.conftest import config_for, connected, pointer, register, running_server
 from tests.server.running import MIB
 
 SIZE = 12 * MIB
 BLOCKS = [(f"key{number}", number * MIB) for number in range(12)]
-
-
-def pointer(memory: bytearray) -> int:
-    return ctypes.addressof(ctypes.c_char.from_buffer(memory))
-
-
-@contextlib.contextmanager
-def connected(port: int) -> Iterator[InfinityConnection]:
-    with InfinityConnection(
-        ClientConfig(host_addr="127.0.0.1", service_port=port, connection_type=TYPE_RDMA)
-    ) as connection:
-        connection.connect()
-        yield connection
 
 
 async def cancelled_half_way(
@@ -53,9 +38,8 @@ async def cancelled_half_way(
 
 @pytest.fixture
 def server() -> Iterator[RegisteredServer]:
-    running = run_server(unix_socket="off", prealloc_bytes=32 * MIB)
-    yield running
-    running.stop()
+    with running_server(unix_socket="off", prealloc_bytes=32 * MIB) as running:
+        yield running
 
 
 @pytest.fixture
@@ -71,7 +55,7 @@ NEW_LOOPS: list[Callable[[], Any]] = [asyncio.new_event_loop, uvloop.new_event_l
 def test_what_arrives_after_a_read_was_cancelled_does_not_reach_its_memory(
     proxy: Proxy, new_loop: Callable[[], Any]
 ) -> None:
-    memory, other = bytearray(SIZE), bytearray(SIZE)
+    memory, other = bytearray(SIZE), bytearray(b"v" * SIZE)
 
     async def stalled() -> None:
         await asyncio.to_thread(proxy.struck.wait)
@@ -92,9 +76,7 @@ def test_what_arrives_after_a_read_was_cancelled_does_not_reach_its_memory(
         assert problems == []
 
     with connected(proxy.port) as connection, asyncio.Runner(loop_factory=new_loop) as runner:
-        connection.register_mr(pointer(memory), SIZE)
-        connection.register_mr(pointer(other), SIZE)
-        other[:] = b"v" * SIZE
+        register(connection, memory), register(connection, other)
         runner.run(connection.rdma_write_cache_async(BLOCKS, MIB, pointer(other)))
         other[:] = bytes(SIZE)
         runner.run(run(connection))
@@ -102,7 +84,6 @@ def test_what_arrives_after_a_read_was_cancelled_does_not_reach_its_memory(
 
 def test_a_read_by_shared_memory_that_is_cancelled_copies_no_more(tmp_path: Any) -> None:
     memory, other = bytearray(SIZE), bytearray(b"v" * SIZE)
-    server = run_server(unix_socket=str(tmp_path / "s"))
 
     async def begun() -> None:
         while not memory[0]:  # noqa: ASYNC110 - memory sets no event
@@ -116,12 +97,13 @@ def test_a_read_by_shared_memory_that_is_cancelled_copies_no_more(tmp_path: Any)
 
         assert memory == there
 
-    with connected(server.addresses.port) as connection:
+    with (
+        running_server(unix_socket=str(tmp_path / "s")) as server,
+        connected(server.addresses.port) as connection,
+    ):
         assert connection.transport == "shm"
-        connection.register_mr(pointer(memory), SIZE)
-        connection.register_mr(pointer(other), SIZE)
+        register(connection, memory), register(connection, other)
         asyncio.run(run(connection))
-    server.stop()
 
 
 def test_a_write_that_is_cancelled_is_not_there_and_its_memory_can_be_used_again(proxy: Proxy) -> None:
@@ -144,7 +126,7 @@ def test_a_write_that_is_cancelled_is_not_there_and_its_memory_can_be_used_again
         assert memory == b"b" * SIZE
 
     with connected(proxy.port) as connection:
-        connection.register_mr(pointer(memory), SIZE)
+        register(connection, memory)
         asyncio.run(run(connection))
 
 
@@ -161,9 +143,7 @@ def test_connecting_can_be_cancelled(proxy: Proxy) -> None:
         await connection.connect_async()
         assert connection.check_exist("key") is False
 
-    with InfinityConnection(
-        ClientConfig(host_addr="127.0.0.1", service_port=proxy.port, connection_type=TYPE_RDMA)
-    ) as connection:
+    with InfinityConnection(config_for(proxy.port)) as connection:
         asyncio.run(run(connection))
 
 
@@ -184,5 +164,5 @@ def test_closing_does_not_disturb_a_call_that_is_under_way(proxy: Proxy) -> None
         assert memory == b"v" * SIZE
 
     with connected(proxy.port) as connection:
-        connection.register_mr(pointer(memory), SIZE)
+        register(connection, memory)
         asyncio.run(run(connection))

@@ -8,7 +8,7 @@ import re
 import subprocess
 import sys
 import urllib.request
-from typing import Any
+from typing import Any, TypeAlias
 
 import numpy
 import pytest
@@ -16,9 +16,11 @@ import pytest
 import infinistore
 from infinistore import Desc, InfinityConnection
 from tests import warm
-from tests.dropin.conftest import Connect
-from tests.dropin.test_connection import Array, pointer, random_keys, register
+from tests.dropin.conftest import Connect, pointer, register
+from tests.dropin.test_connection import random_keys
 from tests.ports import own_ports
+
+Array: TypeAlias = "numpy.ndarray[Any, Any]"
 
 
 def blocks_of(connection: InfinityConnection, *sizes: int, fill: int = 0) -> list[Array]:
@@ -80,7 +82,7 @@ def test_a_value_that_does_not_fit_its_descriptor_is_an_error_and_nothing_is_rea
 
 @pytest.mark.parametrize("method", ["rdma_write_cache_async2", "rdma_read_cache_async2"])
 @pytest.mark.parametrize(
-    ("change", "problem"),
+    ("blocks", "problem"),
     [
         (lambda ptr: [], "there are no blocks"),
         (lambda ptr: 3, r"a list of Desc\(key, ptr, size\)"),
@@ -92,12 +94,12 @@ def test_a_value_that_does_not_fit_its_descriptor_is_an_error_and_nothing_is_rea
     ],
 )
 def test_descriptors_that_make_no_sense_are_refused(
-    connection: InfinityConnection, method: str, change: Any, problem: str
+    connection: InfinityConnection, method: str, blocks: Any, problem: str
 ) -> None:
     [memory] = blocks_of(connection, 4096)
 
     with pytest.raises(infinistore.InvalidRequest, match=problem):
-        asyncio.run(getattr(connection, method)(change(memory.ctypes.data)))
+        asyncio.run(getattr(connection, method)(blocks(memory.ctypes.data)))
 
     assert connection.check_exist("key") is False
 
@@ -111,9 +113,7 @@ def test_a_write_beyond_the_registered_memory_is_refused(connection: InfinityCon
 
 def test_a_thousand_writes_and_reads_at_once(connection: InfinityConnection) -> None:
     """Each of one block, as in the original's example for asyncio."""
-    source, target = bytearray(b"s" * 8192), bytearray(8192)
-    connection.register_mr(pointer(source), len(source))
-    connection.register_mr(pointer(target), len(target))
+    source, target = register(connection, bytearray(b"s" * 8192)), register(connection, bytearray(8192))
     keys = random_keys(1000)
 
     async def move() -> set[int]:

@@ -3,7 +3,6 @@ check what real ones check.
 """
 
 import asyncio
-import ctypes
 from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -11,20 +10,16 @@ from typing import TYPE_CHECKING
 import pytest
 
 import infinistore
-from infinistore import TYPE_RDMA, ClientConfig, InfinityConnection
+from infinistore import InfinityConnection
 from infinistore.dropin import memory as dropin_memory
 from infinistore.dropin.registered_server import RegisteredServer
-from tests.dropin.conftest import run_server
+from tests.dropin.conftest import connected, pointer, read, register, running_server, write
 from tests.transports.fake_rdma import Fabric, fabric_in_use
 
 if TYPE_CHECKING:
     from tests.transports.fake_gpu import FakeGpu
 
 SIZE = 300_000
-
-
-def pointer(memory: bytearray) -> int:
-    return ctypes.addressof(ctypes.c_char.from_buffer(memory))
 
 
 @pytest.fixture
@@ -36,17 +31,13 @@ def fabric() -> Iterator[Fabric]:
 @pytest.fixture
 def server(fabric: Fabric, tmp_path: Path) -> Iterator[RegisteredServer]:
     """A server with RDMA and a Unix socket."""
-    running = run_server(unix_socket=str(tmp_path / "s"))
-    yield running
-    running.stop()
+    with running_server(unix_socket=str(tmp_path / "s")) as running:
+        yield running
 
 
 @pytest.fixture
 def connection(server: RegisteredServer) -> Iterator[InfinityConnection]:
-    config = ClientConfig(host_addr="127.0.0.1", service_port=server.addresses.port, connection_type=TYPE_RDMA)
-    config.dev_name = "fake1"
-    with InfinityConnection(config) as connection:
-        connection.connect()
+    with connected(server.addresses.port, dev_name="fake1") as connection:
         yield connection
 
 
@@ -54,15 +45,14 @@ def move(connection: InfinityConnection, memory: bytearray) -> None:
     """Write the memory, and read it back."""
     blocks = [(f"key{offset}", offset) for offset in range(0, SIZE, SIZE // 3)]
     before = bytes(memory)
-    asyncio.run(connection.rdma_write_cache_async(blocks, SIZE // 3, pointer(memory)))
+    write(connection, blocks, SIZE // 3, memory)
     memory[:] = bytes(SIZE)
-    asyncio.run(connection.rdma_read_cache_async(blocks, SIZE // 3, pointer(memory)))
+    read(connection, blocks, SIZE // 3, memory)
     assert memory == before
 
 
 def test_rdma_comes_before_shared_memory_if_a_device_is_named(connection: InfinityConnection) -> None:
-    memory = bytearray(range(250)) * (SIZE // 250)
-    connection.register_mr(pointer(memory), SIZE)
+    memory = register(connection, bytearray(range(250)) * (SIZE // 250))
 
     assert connection.transport == "rdma"
     move(connection, memory)
@@ -71,8 +61,7 @@ def test_rdma_comes_before_shared_memory_if_a_device_is_named(connection: Infini
 def test_registered_memory_is_known_to_the_device_until_the_connection_is_closed(
     connection: InfinityConnection, fabric: Fabric
 ) -> None:
-    memory = bytearray(b"v" * SIZE)
-    connection.register_mr(pointer(memory), SIZE)
+    memory = register(connection, bytearray(b"v" * SIZE))
     move(connection, memory)
 
     def known() -> list[tuple[int, int]]:
@@ -132,33 +121,29 @@ def test_memory_that_is_neither_the_processes_nor_a_gpus_is_refused(
 
 def test_without_rdma_memory_of_a_gpu_is_refused(server: RegisteredServer, fabric: Fabric, gpu: "FakeGpu") -> None:
     fabric.absent = "no device"
-    config = ClientConfig(host_addr="127.0.0.1", service_port=server.addresses.port, connection_type=TYPE_RDMA)
-    with InfinityConnection(config) as connection:
-        connection.connect()
-        with pytest.raises(infinistore.InvalidRequest, match=r"RDMA alone .* of cuda:0 .* goes by shm"):
-            connection.register_mr(gpu.tensor(SIZE))
+    with (
+        connected(server.addresses.port) as connection,
+        pytest.raises(infinistore.InvalidRequest, match=r"RDMA alone .* of cuda:0 .* goes by shm"),
+    ):
+        connection.register_mr(gpu.tensor(SIZE))
 
 
 def test_a_read_with_a_missing_key_writes_nothing(connection: InfinityConnection) -> None:
-    memory = bytearray(b"v" * SIZE)
-    connection.register_mr(pointer(memory), SIZE)
+    memory = register(connection, bytearray(b"v" * SIZE))
     move(connection, memory)
-
     memory[:] = bytes(SIZE)
-    blocks = [("key0", SIZE // 3), ("missing", 0)]
 
     with pytest.raises(infinistore.InfiniStoreKeyNotFound):
-        asyncio.run(connection.rdma_read_cache_async(blocks, SIZE // 3, pointer(memory)))
+        read(connection, [("key0", SIZE // 3), ("missing", 0)], SIZE // 3, memory)
 
     assert not any(memory)
 
 
 def test_a_value_smaller_than_the_block_size_leaves_the_rest_as_it_is(connection: InfinityConnection) -> None:
-    memory = bytearray(b"v" * SIZE)
-    connection.register_mr(pointer(memory), SIZE)
-    asyncio.run(connection.rdma_write_cache_async([("key", 0)], SIZE // 2, pointer(memory)))
+    memory = register(connection, bytearray(b"v" * SIZE))
+    write(connection, [("key", 0)], SIZE // 2, memory)
     memory[:] = b"r" * SIZE
 
-    asyncio.run(connection.rdma_read_cache_async([("key", 0)], SIZE, pointer(memory)))
+    read(connection, [("key", 0)], SIZE, memory)
 
     assert memory == b"v" * (SIZE // 2) + b"r" * (SIZE - SIZE // 2)

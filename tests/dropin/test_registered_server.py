@@ -1,7 +1,6 @@
 """A server inside the caller's process, and the functions that ask it."""
 
 import asyncio
-import ctypes
 import gc
 import sys
 from collections.abc import Callable, Iterator
@@ -12,9 +11,10 @@ import pytest
 import uvloop
 
 import infinistore
-from infinistore import TYPE_RDMA, ClientConfig, InfinityConnection
+from infinistore import TYPE_TCP, InfinityConnection
 from infinistore.dropin.registered_server import RegisteredServer
 from tests import warm
+from tests.dropin.conftest import config_for, connected, pointer
 from tests.server.running import KIB, MIB, make_config
 
 NEW_LOOPS: list[Callable[[], Any]] = [asyncio.new_event_loop, uvloop.new_event_loop]
@@ -29,13 +29,9 @@ def server() -> Iterator[RegisteredServer]:
 
 def store_blocks(server: RegisteredServer, count: int, size: int) -> None:
     memory = bytearray(size)
-    config = ClientConfig(
-        host_addr="127.0.0.1", service_port=server.addresses.port, connection_type=infinistore.TYPE_TCP
-    )
-    with InfinityConnection(config) as connection:
-        connection.connect()
+    with connected(server.addresses.port, TYPE_TCP) as connection:
         for number in range(count):
-            connection.tcp_write_cache(f"key{number}", ctypes.addressof(ctypes.c_char.from_buffer(memory)), size)
+            connection.tcp_write_cache(f"key{number}", pointer(memory), size)
 
 
 @pytest.mark.parametrize("new_loop", NEW_LOOPS)
@@ -44,14 +40,11 @@ def test_a_program_that_serves_in_its_own_loop(new_loop: Callable[[], Any]) -> N
     server = infinistore.register_server(loop, make_config(prealloc_bytes=MIB))
 
     async def use() -> None:
-        connection = InfinityConnection(
-            ClientConfig(host_addr="127.0.0.1", service_port=server.addresses.port, connection_type=TYPE_RDMA)
-        )
+        connection = InfinityConnection(config_for(server.addresses.port))
         await connection.connect_async()
         memory = bytearray(100)
         connection.register_mr(memory)
-        address = ctypes.addressof(ctypes.c_char.from_buffer(memory))
-        await connection.rdma_write_cache_async([("a", 0), ("b", 50)], 50, address)
+        await connection.rdma_write_cache_async([("a", 0), ("b", 50)], 50, pointer(memory))
         assert infinistore.get_kvmap_len() == 2
         assert infinistore.purge_kv_map() == 2
         assert infinistore.get_kvmap_len() == 0
