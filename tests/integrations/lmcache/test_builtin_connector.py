@@ -2,7 +2,6 @@
 
 import asyncio
 from collections.abc import Iterator
-from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
@@ -11,7 +10,7 @@ import uvloop
 
 pytest.importorskip("lmcache", reason="needs LMCache: make test-integrations")
 
-from tests.bad_days.servers import ServerProcess, running_server_process
+from tests.bad_days.servers import ServerProcess
 from tests.integrations.lmcache.engine import Worker, engine_config, engine_metadata, keys_of, running_worker
 
 pytestmark = pytest.mark.filterwarnings("ignore:.LoggingHandler. in .opentelemetry-sdk.:DeprecationWarning")
@@ -54,24 +53,6 @@ def test_what_is_missing_is_a_miss(worker: Worker) -> None:
     assert [block is not None for block in worker.get(keys_of(2))] == [True, False]
 
 
-@pytest.mark.usefixtures("server")
-def test_look_ups_from_other_threads_while_blocks_move(worker: Worker) -> None:
-    def request(number: int) -> bool:
-        keys = keys_of(3, first=3 * number)
-        worker.put(keys, [worker.make_block(3 * number + i) for i in range(3)])
-        seen = [worker.connector.exists_sync(key) for key in keys]
-        got = worker.get(keys)
-        right = [
-            bytes(block.byte_array) == bytes(worker.make_block(3 * number + i).byte_array)
-            for i, block in enumerate(got)
-            if block
-        ]
-        return seen == right == [True] * 3
-
-    with ThreadPoolExecutor(4) as threads:
-        assert all(threads.map(request, range(12)))
-
-
 def test_the_engine_goes_on_when_the_store_is_killed(mortal_server: ServerProcess) -> None:
     with running_worker(builtin_config(mortal_server), engine_metadata(), plugin=None) as worker:
         worker.put(keys_of(1), [worker.make_block(0)])
@@ -86,15 +67,3 @@ def test_a_store_that_is_down_at_start_leaves_the_engine_without_it(mortal_serve
     with running_worker(builtin_config(mortal_server), engine_metadata(), plugin=None) as worker:
         assert worker.backend.connection is None
         assert worker.get(keys_of(1)) == [None]
-
-
-@pytest.mark.process
-def test_a_token_comes_from_the_environment(tmp_path: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    (tmp_path / "token").write_text("secret\n")
-    with running_server_process("--token-file", str(tmp_path / "token")) as server:
-        with running_worker(builtin_config(server), engine_metadata(), plugin=None) as worker:
-            assert worker.backend.connection is None
-        monkeypatch.setenv("INFINISTORE_TOKEN", "secret")
-        with running_worker(builtin_config(server), engine_metadata(), plugin=None) as worker:
-            worker.put(keys_of(1), [worker.make_block(0)])
-            assert worker.backend.contains(keys_of(1)[0])

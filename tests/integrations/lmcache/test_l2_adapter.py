@@ -384,12 +384,3 @@ def test_in_a_cluster_a_lost_server_is_a_miss_of_its_objects(cluster: Cluster, m
             reader.submit_unlock([keys[number] for number in left])
         assert reader.report_status()["is_healthy"]
         assert not store(writer, keys, objects).is_successful()  # not all of them
-
-
-def test_of_two_copies_a_lost_server_takes_nothing(cluster: Cluster, memory: Worker) -> None:
-    with running_adapter(cluster.url("copies=2")) as adapter:
-        keys, objects = object_keys(8), [memory.make_block(seed) for seed in range(8)]
-        assert store(adapter, keys, objects).is_successful()
-        cluster.members[0].stop()
-        assert look_up(adapter, keys) == list(range(8))
-        assert load(adapter, keys, [memory.make_block(99) for _ in range(8)]) == list(range(8))

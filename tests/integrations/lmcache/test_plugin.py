@@ -6,6 +6,7 @@ import asyncio
 import logging
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -39,7 +40,6 @@ from tests.integrations.lmcache.engine import (
     keys_of,
     running_worker,
 )
-from tests.integrations.other_version import server_of_another_version
 from tests.integrations.owners import Owners
 
 pytestmark = pytest.mark.filterwarnings("ignore:.LoggingHandler. in .opentelemetry-sdk.:DeprecationWarning")
@@ -78,27 +78,29 @@ def assert_same(got: Any, stored: Any) -> None:
     assert got.get_memory_format() == stored.get_memory_format()
 
 
-def test_what_keeps_users_apart_in_lmcache_keeps_their_keys_apart(worker: Worker) -> None:
-    """In one process, LMCache 0.5.6 does so by tags, and takes no notice of vLLM's
-    `cache_salt`.
-    """
-    (plain,) = keys_of(1)
-    tagged = [tagged_with(plain, {"lmcache.tag.user": user}) for user in ("alice", "bob")]
-    block = worker.make_block(0)
-    worker.put(tagged[:1], [block])
-    assert [worker.backend.contains(key) for key in (plain, *tagged)] == [False, True, False]
+(PLAIN,) = keys_of(1)
 
 
-def tagged_with(key: CacheEngineKey, configs: dict[str, str]) -> CacheEngineKey:
-    return CacheEngineKey(key.model_name, key.world_size, key.worker_id, key.chunk_hash, key.dtype, configs)
-
-
-def test_engines_with_another_number_of_workers_have_other_keys(worker: Worker) -> None:
-    """A worker of two has half of the heads of one alone."""
-    (alone,) = keys_of(1)
-    of_two = [CacheEngineKey(alone.model_name, 2, rank, alone.chunk_hash, alone.dtype) for rank in range(2)]
-    worker.put(of_two, [worker.make_block(rank) for rank in range(2)])
-    assert [worker.backend.contains(key) for key in (alone, *of_two)] == [False, True, True]
+@pytest.mark.parametrize(
+    "others",
+    [
+        [replace(PLAIN, model_name="qwen")],
+        [replace(PLAIN, dtype=torch.float16)],
+        # A worker of two has half of the heads of one alone.
+        [replace(PLAIN, world_size=2, worker_id=rank) for rank in range(2)],
+        # In one process, LMCache 0.5.6 keeps users apart by tags, and not by vLLM's
+        # `cache_salt`.
+        [replace(PLAIN, request_configs={"lmcache.tag.user": user}) for user in ("alice", "bob")],
+    ],
+    ids=["model", "dtype", "workers", "users"],
+)
+def test_what_lmcache_tells_apart_has_keys_of_its_own(worker: Worker, others: list[CacheEngineKey]) -> None:
+    keys = [PLAIN, *others]
+    for seed, key in enumerate(keys):
+        assert [worker.backend.contains(one) for one in keys] == [one in keys[:seed] for one in keys]
+        worker.put([key], [worker.make_block(seed)])
+    for seed, got in enumerate(worker.get(keys)):
+        assert_same(got, worker.make_block(seed))
 
 
 def test_blocks_come_back_as_they_were_stored(worker: Worker) -> None:
@@ -164,45 +166,31 @@ def test_blocks_that_were_loaded_are_pinned_with_their_descriptions_for_the_time
         assert look.stats().store.protected_keys == pinned
 
 
-def test_a_last_chunk_with_fewer_tokens_comes_back_with_its_own_shape(worker: Worker) -> None:
-    keys, blocks = keys_of(2), [worker.make_block(0), worker.make_block(1, tokens=5)]
-    worker.put(keys, blocks)
-    full, partial = worker.get(keys)
-    assert_same(full, blocks[0])
-    assert_same(partial, blocks[1])
-    assert partial is not None
-    assert partial.get_num_tokens() == 5
+def of_one_shape(format_: MemoryFormat, *shape: int) -> dict[str, Any]:
+    return {"shapes": [torch.Size(shape)], "dtypes": [torch.float16], "format": format_}
 
 
-def test_each_group_of_layers_keeps_its_own_dtype_and_shape(worker: Worker) -> None:
-    shapes = [torch.Size([2, 3, CHUNK_TOKENS, 16]), torch.Size([1, 1, CHUNK_TOKENS, 24])]
-    dtypes = [torch.bfloat16, torch.float8_e4m3fn]
-    block = worker.make_block(7, shapes=shapes, dtypes=dtypes)
-    worker.put(keys_of(1), [block])
-    [got] = worker.get(keys_of(1))
-    assert got is not None
-    assert_same(got, block)
-    for group in range(2):
-        mine, theirs = got.get_tensor(group), block.get_tensor(group)
-        assert mine is not None and theirs is not None
-        assert torch.equal(mine.view(torch.uint8), theirs.view(torch.uint8))
+GROUPS = {
+    "shapes": [torch.Size([2, 3, CHUNK_TOKENS, 16]), torch.Size([1, 1, CHUNK_TOKENS, 24])],
+    "dtypes": [torch.bfloat16, torch.float8_e4m3fn],
+}
 
 
 @pytest.mark.parametrize(
-    ("format_", "shape"),
+    "given",
     [
-        (MemoryFormat.KV_T2D, [CHUNK_TOKENS, 2, 16]),
-        (MemoryFormat.KV_MLA_FMT, [1, 4, CHUNK_TOKENS, 24]),
-        (MemoryFormat.EC_TD, [9, 32]),
+        {"tokens": 5},  # a last chunk
+        GROUPS,
+        of_one_shape(MemoryFormat.KV_T2D, CHUNK_TOKENS, 2, 16),
+        of_one_shape(MemoryFormat.KV_MLA_FMT, 1, 4, CHUNK_TOKENS, 24),
+        of_one_shape(MemoryFormat.EC_TD, 9, 32),
     ],
 )
-def test_every_format_that_lmcache_stores_keeps_its_own(
-    worker: Worker, format_: MemoryFormat, shape: list[int]
-) -> None:
-    block = worker.make_block(3, shapes=[torch.Size(shape)], dtypes=[torch.float16], format=format_)
-    worker.put(keys_of(1), [block])
-    [got] = worker.get(keys_of(1))
-    assert_same(got, block)
+def test_a_block_keeps_its_own_shapes_dtypes_and_format(worker: Worker, given: dict[str, Any]) -> None:
+    keys, blocks = keys_of(2), [worker.make_block(0), worker.make_block(1, **given)]
+    worker.put(keys, blocks)
+    for got, block in zip(worker.get(keys), blocks, strict=True):
+        assert_same(got, block)
 
 
 def test_compressed_blocks_are_bytes_of_any_length(worker: Worker) -> None:
@@ -329,13 +317,6 @@ def test_a_description_that_is_none_is_a_miss(worker: Worker, server: ServerProc
     assert_same(worker.get(keys)[0], worker.make_block(0))
 
 
-def test_keys_of_another_model_worker_or_dtype_are_misses(worker: Worker) -> None:
-    worker.put(keys_of(2), [worker.make_block(seed) for seed in range(2)])
-    assert worker.backend.batched_contains(keys_of(2, model="qwen")) == 0
-    assert worker.get(keys_of(2, model="qwen")) == [None, None]
-    assert worker.get(keys_of(2, dtype=torch.float16)) == [None, None]
-
-
 def test_another_prefix_is_another_cache(server: ServerProcess) -> None:
     for prefix in ("tenant-a/", "tenant-b/"):
         config = plugin_config(server.url, extra={PLUGIN + "key_prefix": prefix})
@@ -357,14 +338,6 @@ def test_two_stores_side_by_side_are_two_instances(server: ServerProcess, mortal
             assert other.get(keys_of(1)) == [None]
             other.put(keys_of(2), [other.make_block(seed) for seed in range(2)])
         assert first.backend.batched_contains(keys_of(2)) == 1
-
-
-def test_one_worker_reads_what_another_stored(server: ServerProcess) -> None:
-    with running_worker(plugin_config(server.url), engine_metadata()) as writer:
-        writer.put(keys_of(3), [writer.make_block(seed) for seed in range(3)])
-        with running_worker(plugin_config(server.url), engine_metadata()) as reader:
-            for seed, got in enumerate(reader.get(keys_of(3))):
-                assert_same(got, writer.make_block(seed))
 
 
 def test_many_requests_at_once_on_a_uvloop(server: ServerProcess) -> None:
@@ -436,17 +409,6 @@ def test_a_store_that_is_killed_costs_misses_and_one_line_of_log(mortal_server: 
         assert "works again" in log[-1]
 
 
-@pytest.mark.usefixtures("no_pause")
-def test_a_store_that_is_down_at_start_is_found_later(mortal_server: ServerProcess) -> None:
-    mortal_server.kill()
-    with running_worker(plugin_config(mortal_server.url), engine_metadata()) as worker:
-        assert worker.backend.batched_contains(keys_of(1)) == 0
-        mortal_server.start()
-        while not worker.connector.exists_sync(keys_of(1)[0]):
-            worker.put(keys_of(1), [worker.make_block(0)])
-        assert_same(worker.get(keys_of(1))[0], worker.make_block(0))
-
-
 @pytest.mark.process
 def test_a_wrong_token_costs_misses_and_names_the_remedy(log: list[str], tmp_path: Any) -> None:
     right, wrong = tmp_path / "right", tmp_path / "wrong"
@@ -462,16 +424,6 @@ def test_a_wrong_token_costs_misses_and_names_the_remedy(log: list[str], tmp_pat
     assert len(log) == 1
     assert "AuthenticationFailed" in log[0]
     assert "token" in log[0]
-
-
-def test_a_server_of_another_version_costs_misses_and_names_both(log: list[str]) -> None:
-    with server_of_another_version() as url, running_worker(plugin_config(url), engine_metadata()) as worker:
-        worker.put(keys_of(1), [worker.make_block(0)])
-        assert worker.get(keys_of(1)) == [None]
-        assert worker.backend.batched_contains(keys_of(1)) == 0
-    assert len(log) == 1
-    assert "VersionMismatch" in log[0]
-    assert "version 250" in log[0]
 
 
 def test_a_pool_smaller_than_one_prompt_stores_what_it_can(server: ServerProcess, log: list[str]) -> None:

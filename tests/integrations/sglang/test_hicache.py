@@ -87,6 +87,18 @@ def running_backend(config: Any, pool: Any) -> Iterator[Any]:
         backend.close()
 
 
+@pytest.fixture
+def backend(server: ServerProcess) -> Iterator[Any]:
+    with running_backend(storage_config(server.url), host_pool()) as running:
+        yield running
+
+
+@pytest.fixture
+def store(server: ServerProcess) -> Iterator[blocking.BlockingStore]:
+    with blocking.open_store(server.url) as store:
+        yield store
+
+
 def hashes(count: int, first: int = 0) -> list[str]:
     return [f"{first + number:064x}" for number in range(count)]
 
@@ -134,21 +146,22 @@ def test_every_layout_of_the_host_pool_can_be_read_in_place(layout: str, server:
     assert torch.equal(pool.kv_buffer.view(torch.uint8), before.view(torch.uint8))
 
 
-def test_a_hole_ends_the_prefix_and_is_one_miss(server: ServerProcess) -> None:
-    with running_backend(storage_config(server.url), host_pool()) as backend:
-        backend.batch_set_v1([hashes(4)[i] for i in (0, 1, 3)], indices([0, 1, 3]))
-        assert backend.batch_exists(hashes(4)) == 2
-        assert backend.batch_get_v1(hashes(4), indices([0, 1, 2, 3])) == [True, True, False, True]
-        assert backend.exists(hashes(4)[3])
-        assert not backend.exists(hashes(4)[2])
+def test_a_hole_ends_the_prefix_and_is_one_miss(backend: Any) -> None:
+    backend.batch_set_v1([hashes(4)[i] for i in (0, 1, 3)], indices([0, 1, 3]))
+    assert backend.batch_exists(hashes(4)) == 2
+    assert backend.batch_get_v1(hashes(4), indices([0, 1, 2, 3])) == [True, True, False, True]
+    assert backend.exists(hashes(4)[3])
+    assert not backend.exists(hashes(4)[2])
 
 
-def test_a_page_of_which_a_part_is_missing_is_a_miss(server: ServerProcess) -> None:
-    with running_backend(storage_config(server.url), host_pool()) as backend, blocking.open_store(server.url) as store:
-        backend.batch_set_v1(hashes(2), indices([0, 1]))
-        store.delete([name for name in store.keys("sglang/") if name.endswith(f"{hashes(1)[0]}/1")])
-        assert backend.batch_exists(hashes(2)) == 0
-        assert backend.batch_get_v1(hashes(2), indices([0, 1])) == [False, True]
+def test_a_page_of_which_a_part_is_missing_is_a_miss_and_is_not_held(
+    backend: Any, store: blocking.BlockingStore
+) -> None:
+    backend.batch_set_v1(hashes(2), indices([0, 1]))
+    store.delete([name for name in store.keys("sglang/") if name.endswith(f"{hashes(1)[0]}/1")])
+    assert backend.batch_exists(hashes(2)) == 0
+    assert store.stats().store.holds == 0
+    assert backend.batch_get_v1(hashes(2), indices([0, 1])) == [False, True]
 
 
 @pytest.mark.parametrize("mla", [False, True])
@@ -161,51 +174,36 @@ def test_ranks_share_pages_only_where_they_hold_the_same(mla: bool, server: Serv
 
 
 @pytest.mark.parametrize(
-    "other",
+    ("other", "pool"),
     [
-        {"model_name": "Qwen/Qwen3-8B"},
-        {"pp_size": 2, "pp_rank": 1},
-        {"attn_cp_size": 2},
-        {"rank": 0, "ranks": 2},
-        {"extra": {"key_prefix": "tenant/"}},
+        ({"model_name": "Qwen/Qwen3-8B"}, {}),
+        ({"pp_size": 2, "pp_rank": 1}, {}),
+        ({"attn_cp_size": 2}, {}),
+        ({"rank": 0, "ranks": 2}, {}),
+        ({"extra": {"key_prefix": "tenant/"}}, {}),
+        ({}, {"dtype": torch.float16}),
+        ({}, {"layout": "page_first_direct"}),
     ],
 )
-def test_pages_of_another_model_or_shard_are_not_found(other: dict[str, Any], server: ServerProcess) -> None:
-    with (
-        running_backend(storage_config(server.url), host_pool()) as one,
-        running_backend(storage_config(server.url, **other), host_pool()) as another,
-    ):
-        one.batch_set_v1(hashes(1), indices([0]))
+def test_pages_of_another_model_shard_dtype_or_layout_are_not_found(
+    other: dict[str, Any], pool: dict[str, Any], backend: Any, server: ServerProcess
+) -> None:
+    with running_backend(storage_config(server.url, **other), host_pool(**pool)) as another:
+        backend.batch_set_v1(hashes(1), indices([0]))
         assert another.batch_exists(hashes(1)) == 0
         assert another.batch_get_v1(hashes(1), indices([0])) == [False]
 
 
-@pytest.mark.parametrize("other", [{"dtype": torch.float16}, {"layout": "page_first_direct"}])
-def test_pages_of_another_dtype_or_layout_are_not_found(other: dict[str, Any], server: ServerProcess) -> None:
-    config = storage_config(server.url)
-    with running_backend(config, host_pool()) as one, running_backend(config, host_pool(**other)) as another:
-        one.batch_set_v1(hashes(1), indices([0]))
-        assert another.batch_exists(hashes(1)) == 0
-
-
 @pytest.mark.parametrize("size", [3, 100_000])
-def test_a_page_of_another_size_is_a_miss_and_can_be_stored_anew(size: int, server: ServerProcess) -> None:
-    with running_backend(storage_config(server.url), host_pool()) as backend, blocking.open_store(server.url) as store:
-        backend.batch_set_v1(hashes(2), indices([0, 1]))
-        [name] = [name for name in store.keys("sglang/") if name.endswith(f"{hashes(1)[0]}/0")]
-        store.put(name, b"x" * size)
-        assert backend.batch_get_v1(hashes(2), indices([2, 3])) == [False, True]
-        backend.batch_set_v1(hashes(2), indices([0, 1]))
-        assert backend.batch_get_v1(hashes(2), indices([2, 3])) == [True, True]
-
-
-def test_what_a_look_up_found_is_held_until_it_is_loaded(server: ServerProcess) -> None:
-    with running_backend(storage_config(server.url), host_pool()) as backend, blocking.open_store(server.url) as store:
-        backend.batch_set_v1(hashes(3), indices([0, 1, 2]))
-        assert backend.batch_exists(hashes(3)) == 3
-        store.evict(0, 0)
-        assert backend.batch_get_v1(hashes(3), indices([0, 1, 2])) == [True] * 3
-        assert store.stats().store.holds == 0
+def test_a_page_of_another_size_is_a_miss_and_can_be_stored_anew(
+    backend: Any, store: blocking.BlockingStore, size: int
+) -> None:
+    backend.batch_set_v1(hashes(2), indices([0, 1]))
+    [name] = [name for name in store.keys("sglang/") if name.endswith(f"{hashes(1)[0]}/0")]
+    store.put(name, b"x" * size)
+    assert backend.batch_get_v1(hashes(2), indices([2, 3])) == [False, True]
+    backend.batch_set_v1(hashes(2), indices([0, 1]))
+    assert backend.batch_get_v1(hashes(2), indices([2, 3])) == [True, True]
 
 
 @pytest.mark.process
@@ -234,30 +232,22 @@ def test_a_look_up_of_what_is_in_memory_reads_nothing_ahead(
         assert backend.counts == {"stored": 3, "not_stored": 0}
 
 
-def test_what_a_look_up_found_is_held_until_its_last_page_is_loaded(server: ServerProcess) -> None:
-    with running_backend(storage_config(server.url), host_pool()) as backend, blocking.open_store(server.url) as store:
-        backend.batch_set_v1(hashes(6), indices(range(6)))
-        assert backend.batch_exists(hashes(8)) == 6
-        assert backend.batch_get_v1(hashes(4), indices(range(4))) == [True] * 4
-        store.evict(0, 0)
-        assert backend.batch_get_v1(hashes(2, first=4), indices([4, 5])) == [True] * 2
-        assert store.stats().store.holds == 0
+def test_what_a_look_up_found_is_held_until_its_last_page_is_loaded(
+    backend: Any, store: blocking.BlockingStore
+) -> None:
+    backend.batch_set_v1(hashes(6), indices(range(6)))
+    assert backend.batch_exists(hashes(8)) == 6
+    assert backend.batch_get_v1(hashes(4), indices(range(4))) == [True] * 4
+    store.evict(0, 0)
+    assert backend.batch_get_v1(hashes(2, first=4), indices([4, 5])) == [True] * 2
+    assert store.stats().store.holds == 0
 
 
-def test_a_load_that_leaves_out_the_head_ends_the_hold(server: ServerProcess) -> None:
-    with running_backend(storage_config(server.url), host_pool()) as backend, blocking.open_store(server.url) as store:
-        backend.batch_set_v1(hashes(6), indices(range(6)))
-        assert [backend.batch_exists(hashes(3, first)) for first in (0, 3)] == [3, 3]
-        assert backend.batch_get_v1(hashes(5, first=1), indices(range(5))) == [True] * 5
-        assert store.stats().store.holds == 0
-
-
-def test_a_part_of_a_page_is_not_held(server: ServerProcess) -> None:
-    with running_backend(storage_config(server.url), host_pool()) as backend, blocking.open_store(server.url) as store:
-        backend.batch_set_v1(hashes(1), indices([0]))
-        store.delete([name for name in store.keys("sglang/") if name.endswith("/1")])
-        assert backend.batch_exists(hashes(1)) == 0
-        assert store.stats().store.holds == 0
+def test_a_load_that_leaves_out_the_head_ends_the_hold(backend: Any, store: blocking.BlockingStore) -> None:
+    backend.batch_set_v1(hashes(6), indices(range(6)))
+    assert [backend.batch_exists(hashes(3, first)) for first in (0, 3)] == [3, 3]
+    assert backend.batch_get_v1(hashes(5, first=1), indices(range(5))) == [True] * 5
+    assert store.stats().store.holds == 0
 
 
 def test_the_store_that_is_killed_costs_misses_and_never_none(
@@ -304,14 +294,6 @@ def test_in_a_cluster_a_page_is_on_one_server_and_a_lost_one_is_a_miss_of_its_pa
                 writer.clear()
 
 
-def test_of_two_copies_a_lost_server_takes_nothing(cluster: Cluster) -> None:
-    with running_backend(storage_config(cluster.url("copies=2")), host_pool()) as backend:
-        backend.batch_set_v1(hashes(PAGES), indices(range(PAGES)))
-        cluster.members[0].stop()
-        assert backend.batch_exists(hashes(PAGES)) == PAGES
-        assert backend.batch_get_v1(hashes(PAGES), indices(range(PAGES))) == [True] * PAGES
-
-
 def test_a_store_that_is_down_at_start_is_no_error(mortal_server: ServerProcess) -> None:
     mortal_server.kill()
     with running_backend(storage_config(mortal_server.url), host_pool()) as backend:
@@ -319,12 +301,11 @@ def test_a_store_that_is_down_at_start_is_no_error(mortal_server: ServerProcess)
         assert backend.batch_set_v1(hashes(1), indices([0])) == [False]
 
 
-def test_indices_that_do_not_fit_the_pages_are_misses(server: ServerProcess) -> None:
-    with running_backend(storage_config(server.url), host_pool()) as backend:
-        assert backend.batch_set_v1(hashes(2), indices([0])) == [False, False]
-        assert backend.batch_get_v1(hashes(2), indices([0, 1, 2])) == [False, False]
-        assert backend.batch_get_v1([], indices([0])[:0]) == []
-        assert backend.batch_exists([]) == 0
+def test_indices_that_do_not_fit_the_pages_are_misses(backend: Any) -> None:
+    assert backend.batch_set_v1(hashes(2), indices([0])) == [False, False]
+    assert backend.batch_get_v1(hashes(2), indices([0, 1, 2])) == [False, False]
+    assert backend.batch_get_v1([], indices([0])[:0]) == []
+    assert backend.batch_exists([]) == 0
 
 
 def test_many_threads_at_once(server: ServerProcess) -> None:
