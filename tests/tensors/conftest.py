@@ -12,6 +12,7 @@ import pytest
 
 from infinistore import blocking
 from infinistore.blocking import BlockingStore
+from infinistore.errors import StoreUnavailable
 from infinistore.kept_errors import KeptError
 from infinistore.protocol.messages import StoreRequest
 from tests.bad_days.servers import ServerHere, running_server_here
@@ -107,6 +108,14 @@ def gated(store: BlockingStore) -> Iterator[GatedStore]:
     made = GatedStore(store)
     yield made
     made.gate.set()
+
+
+@pytest.fixture
+def failing(gated: GatedStore) -> GatedStore:
+    """A store that is gone."""
+    gated.failure = StoreUnavailable("gone")
+    gated.gate.set()
+    return gated
 
 
 def threads_named(part: str) -> int:

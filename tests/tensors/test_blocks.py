@@ -33,13 +33,6 @@ def test_blocks_of_a_tensor_come_back_where_they_were(any_store: BlockingStore) 
     assert not back[:3].any() and not back[6:].any()
 
 
-def test_a_block_is_what_put_would_store(store: BlockingStore) -> None:
-    tensor = torch.arange(16, dtype=torch.int32)
-    write_blocks(store, [("a", 8), ("b", 56)], 8, tensor)
-    assert store.get("a") == np.arange(2, 4, dtype=np.int32).tobytes()
-    assert store.get("b") == np.arange(14, 16, dtype=np.int32).tobytes()
-
-
 @for_each(dtype=DTYPES, scattered=[False, True])
 def test_tensors_of_every_dtype(store: BlockingStore, dtype: torch.dtype, scattered: bool) -> None:
     store.purge()

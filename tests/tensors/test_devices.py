@@ -217,14 +217,6 @@ async def test_asynchronous_stores_use_the_pool_where_it_is_mapped(
         assert (cuda.count("pinned") == before) == bool(pinned)
 
 
-async def test_with_trio(cuda: FakeCuda, tensor: torch.Tensor) -> None:
-    async with infinistore.open_store(pool_bytes=4 << 20) as store:
-        await write_blocks(store, NAMED, BLOCK, tensor)
-        back = torch.zeros_like(tensor)
-        await read_blocks(store, NAMED, BLOCK, back)
-        assert torch.equal(back[::2], tensor[::2])
-
-
 def test_with_asyncio(cuda: FakeCuda, tensor: torch.Tensor) -> None:
     async def main() -> None:
         async with aio.open_store(pool_bytes=4 << 20) as store:

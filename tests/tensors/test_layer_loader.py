@@ -111,10 +111,8 @@ def test_small_layers_that_wait_are_read_in_one_get(gated: GatedStore) -> None:
         assert gated.begun == 2
 
 
-def test_a_store_that_is_gone_comes_out_at_each_wait(gated: GatedStore) -> None:
-    gated.failure = StoreUnavailable("gone")
-    gated.gate.set()
-    with LayerLoader(gated) as loader:
+def test_a_store_that_is_gone_comes_out_at_each_wait(failing: GatedStore) -> None:
+    with LayerLoader(failing) as loader:
         for layer in range(3):
             loader.load(layer, torch.zeros(4 * BLOCK, dtype=torch.uint8), blocks(layer), BLOCK)
         for layer in range(3):

@@ -215,17 +215,6 @@ def test_when_it_is_full_a_write_waits_for_room(gated: GatedStore) -> None:
     assert sorted(gated.inner.keys()) == [f"L{n}/{i}" for n in (1, 3) for i in range(4)]
 
 
-def test_a_write_that_waited_goes_on_when_there_is_room(gated: GatedStore) -> None:
-    with LayerWriter(gated, max_pending_bytes=LAYER_BYTES) as writer:
-        write_layer(writer, 1)
-        gated.entered.acquire()
-        other = threading.Thread(target=write_layer, args=(writer, 2))
-        other.start()
-        gated.gate.set()
-        other.join()
-    assert stored_layer(gated.inner, 2) == layer_bytes(2)
-
-
 def test_when_it_is_full_a_write_is_dropped_and_counted_if_told_to(gated: GatedStore) -> None:
     with LayerWriter(gated, max_pending_bytes=LAYER_BYTES + 8, when_full="drop") as writer:
         occupy(writer, gated)
@@ -253,47 +242,38 @@ def test_more_at_a_time_than_it_can_ever_hold_is_refused(store: BlockingStore, w
 # Errors
 
 
-def test_an_error_comes_out_at_the_next_write_once_and_the_writer_goes_on(gated: GatedStore) -> None:
-    with LayerWriter(gated) as writer:
-        gated.failure = StoreUnavailable("gone")
-        gated.gate.set()
+def test_an_error_comes_out_at_the_next_write_once_and_the_writer_goes_on(failing: GatedStore) -> None:
+    with LayerWriter(failing) as writer:
         first = write_layer(writer, 1)
         while not first.done:
             pass
         with pytest.raises(StoreUnavailable, match="gone"):
             write_layer(writer, 2)
-        gated.failure = None
+        failing.failure = None
         assert write_layer(writer, 3).wait()
         writer.flush()
         statistics = writer.statistics()
         assert (statistics.stored_writes, statistics.failed_writes) == (1, 1)
         assert statistics.pending_bytes == 0
-    assert sorted({key[:2] for key in gated.inner.keys()}) == ["L3"]  # noqa: SIM118
+    assert sorted({key[:2] for key in failing.inner.keys()}) == ["L3"]  # noqa: SIM118
 
 
-def test_an_error_comes_out_at_flush(gated: GatedStore) -> None:
-    with LayerWriter(gated) as writer:
-        gated.failure = StoreUnavailable("gone")
-        gated.gate.set()
+def test_an_error_comes_out_at_flush(failing: GatedStore) -> None:
+    with LayerWriter(failing) as writer:
         write_layer(writer, 1)
         with pytest.raises(StoreUnavailable, match="gone"):
             writer.flush()
         writer.flush()
 
 
-def test_an_error_comes_out_when_the_block_is_left(gated: GatedStore) -> None:
-    gated.failure = StoreUnavailable("gone")
-    gated.gate.set()
-    with pytest.raises(StoreUnavailable, match="gone"), LayerWriter(gated) as writer:
+def test_an_error_comes_out_when_the_block_is_left(failing: GatedStore) -> None:
+    with pytest.raises(StoreUnavailable, match="gone"), LayerWriter(failing) as writer:
         write_layer(writer, 1)
 
 
-def test_an_exception_of_the_block_is_not_hidden_by_one_of_the_writer(gated: GatedStore) -> None:
-    gated.failure = StoreUnavailable("gone")
-    gated.gate.set()
-
+def test_an_exception_of_the_block_is_not_hidden_by_one_of_the_writer(failing: GatedStore) -> None:
     def leave() -> None:
-        with LayerWriter(gated) as writer:
+        with LayerWriter(failing) as writer:
             write_layer(writer, 1)
             raise LookupError
 
@@ -301,10 +281,8 @@ def test_an_exception_of_the_block_is_not_hidden_by_one_of_the_writer(gated: Gat
         leave()
 
 
-def test_an_error_that_a_ticket_told_is_not_told_again(gated: GatedStore) -> None:
-    with LayerWriter(gated) as writer:
-        gated.failure = StoreUnavailable("gone")
-        gated.gate.set()
+def test_an_error_that_a_ticket_told_is_not_told_again(failing: GatedStore) -> None:
+    with LayerWriter(failing) as writer:
         with pytest.raises(StoreUnavailable, match="gone"):
             write_layer(writer, 1).wait()
         writer.flush()
