@@ -271,16 +271,6 @@ async def test_any_other_call_that_is_cancelled_leaves_the_store_usable(kind: st
             await cancel_at_each_await(lambda call=call: call(it.store), look)  # type: ignore[misc]
 
 
-async def test_opening_that_is_cancelled_leaves_no_connection() -> None:
-    async with running_server() as server:
-
-        async def open_and_close() -> None:
-            async with infinistore.open_store(server.url) as store:
-                await store.put("a", b"abc")
-
-        assert await cancel_at_each_await(open_and_close, server.quiet) >= 2
-
-
 async def test_a_cancelled_call_that_waits_for_its_turn_takes_none() -> None:
     """One connection for blocks, and more calls than that: those in line leave it when
     they are cancelled.
