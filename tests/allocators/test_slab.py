@@ -4,11 +4,17 @@ import random
 
 import pytest
 
-from infinistore.allocators import Extent, create_allocator
+from infinistore.allocators import Allocator, Extent, create_allocator
 
 UNIT = 64 * 1024
 MIB = 1024 * 1024
 PAGE = 16 * UNIT
+
+
+def pool(length: int) -> Allocator:
+    allocator = create_allocator("slab", UNIT)
+    allocator.add_arena(0, length)
+    return allocator
 
 
 @pytest.mark.parametrize(
@@ -27,23 +33,20 @@ PAGE = 16 * UNIT
     ],
 )
 def test_a_footprint_is_the_slot_or_whole_pages(size: int, footprint: int) -> None:
-    allocator = create_allocator("slab", UNIT)
-    allocator.add_arena(0, 256 * MIB)
+    allocator = pool(256 * MIB)
     assert allocator.footprint(size) == footprint
     assert allocator.allocate([size]) == [(0, 0, size)]
     assert allocator.statistics().used_bytes == footprint
 
 
 def test_a_slot_is_never_more_than_an_eighth_too_large() -> None:
-    allocator = create_allocator("slab", UNIT)
-    allocator.add_arena(0, 256 * MIB)
+    allocator = pool(256 * MIB)
     for units in range(1, 1000):
         assert allocator.footprint(units * UNIT) <= units * UNIT * 9 / 8
 
 
 def test_an_empty_slab_serves_another_size() -> None:
-    allocator = create_allocator("slab", UNIT)
-    allocator.add_arena(0, 64 * PAGE)
+    allocator = pool(64 * PAGE)
     small = allocator.allocate([UNIT] * (64 * 16))
     assert small is not None
     assert allocator.allocate([PAGE]) is None
@@ -54,8 +57,7 @@ def test_an_empty_slab_serves_another_size() -> None:
 
 
 def test_a_slot_that_comes_free_is_used_before_a_new_slab() -> None:
-    allocator = create_allocator("slab", UNIT)
-    allocator.add_arena(0, 64 * PAGE)
+    allocator = pool(64 * PAGE)
     blocks = allocator.allocate([UNIT] * 40)
     assert blocks is not None
     allocator.free([blocks[3]])
@@ -66,9 +68,8 @@ def test_sizes_that_follow_one_another_strand_no_slabs() -> None:
     """A pool that is always full, and whose block size changes slowly, goes on storing
     as much.
     """
-    allocator = create_allocator("slab", UNIT)
     capacity = 1024 * MIB
-    allocator.add_arena(0, capacity)
+    allocator = pool(capacity)
     rnd = random.Random(5)
     live: list[list[Extent]] = []
     stored = 0
@@ -84,8 +85,7 @@ def test_sizes_that_follow_one_another_strand_no_slabs() -> None:
 
 
 def test_pages_are_small_in_a_small_pool() -> None:
-    allocator = create_allocator("slab", UNIT)
-    allocator.add_arena(0, 20 * UNIT)
+    allocator = pool(20 * UNIT)
     extents = allocator.allocate([UNIT, 2 * UNIT, 3 * UNIT, 14 * UNIT])
     assert extents is not None
     assert allocator.statistics().used_bytes == 20 * UNIT

@@ -11,6 +11,7 @@ import random
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from types import MappingProxyType
+from typing import Any
 
 import attrs
 import pytest
@@ -88,9 +89,7 @@ class Unaligned(FirstFitAllocator):
 
     def allocate(self, sizes: Sequence[int]) -> list[Extent] | None:
         extents = super().allocate(sizes)
-        if extents is None:
-            return None
-        return [(arena, offset + (length == 3 * UNIT), length) for arena, offset, length in extents]
+        return extents and [(arena, offset + (length == 3 * UNIT), length) for arena, offset, length in extents]
 
 
 @wrong(ANY_ORDER, "an extent lies in an arena that was added")
@@ -99,9 +98,9 @@ class InNoArena(FirstFitAllocator):
 
     def allocate(self, sizes: Sequence[int]) -> list[Extent] | None:
         extents = super().allocate(sizes)
-        if extents is None:
-            return None
-        return [(arena + len(self._free) * (length == 3 * UNIT), offset, length) for arena, offset, length in extents]
+        return extents and [
+            (arena + len(self._free) * (length == 3 * UNIT), offset, length) for arena, offset, length in extents
+        ]
 
 
 @wrong(ANY_ORDER, "one extent for each size, in order")
@@ -110,9 +109,7 @@ class WrongLength(FirstFitAllocator):
 
     def allocate(self, sizes: Sequence[int]) -> list[Extent] | None:
         extents = super().allocate(sizes)
-        if extents is None:
-            return None
-        return [(arena, offset, self.footprint(length)) for arena, offset, length in extents]
+        return extents and [(arena, offset, self.footprint(length)) for arena, offset, length in extents]
 
 
 @wrong(ANY_ORDER, "one extent for each size, in order")
@@ -149,7 +146,7 @@ class OtherType(FirstFitAllocator):
 
     def allocate(self, sizes: Sequence[int]) -> list[Extent] | None:
         extents = super().allocate(sizes)
-        return None if extents is None else list(map(Place, extents))
+        return extents and list(map(Place, extents))
 
 
 @wrong(ANY_ORDER, "a batch that is refused changes nothing")
@@ -241,64 +238,12 @@ class Promising(FirstFitAllocator):
         return [(0, 0, sizes[0])] if list(sizes) == [1 << 62] else super().allocate(sizes)
 
 
-@wrong(ANY_ORDER, "what is used is the sum of the footprints")
-class CountsLengths(FirstFitAllocator):
-    """What is used is the sum of something else."""
-
-    def statistics(self) -> AllocatorStatistics:
-        found = super().statistics()
-        return attrs.evolve(found, used_bytes=found.used_bytes + (found.extents > 3))
-
-
-@wrong(ANY_ORDER, "statistics count the extents")
-class CountsBatches(FirstFitAllocator):
-    """The number of extents is bounded."""
-
-    def statistics(self) -> AllocatorStatistics:
-        found = super().statistics()
-        return attrs.evolve(found, extents=min(3, found.extents))
-
-
-@wrong(ANY_ORDER, "statistics count the arenas")
-class CountsOneArena(FirstFitAllocator):
-    """There is always one arena."""
-
-    def statistics(self) -> AllocatorStatistics:
-        return attrs.evolve(super().statistics(), arenas=1)
-
-
-@wrong(ANY_ORDER, "statistics have the unit")
-class TellsAnotherUnit(FirstFitAllocator):
-    """The unit is always a page."""
-
-    def statistics(self) -> AllocatorStatistics:
-        return attrs.evolve(super().statistics(), unit_bytes=4096)
-
-
 @wrong(ANY_ORDER, "the capacity is what blocks can take")
 class CountsTails(FirstFitAllocator):
     """The capacity counts what is too short for a unit."""
 
     def statistics(self) -> AllocatorStatistics:
         return attrs.evolve(super().statistics(), capacity_bytes=sum(self._arena_bytes))
-
-
-@wrong(ANY_ORDER, "the largest free extent is no longer than the longest free run")
-class TellsAllThatIsFree(FirstFitAllocator):
-    """The largest free extent is all that is free."""
-
-    def statistics(self) -> AllocatorStatistics:
-        found = super().statistics()
-        return attrs.evolve(found, largest_free_extent_bytes=found.free_bytes)
-
-
-@wrong(ANY_ORDER, "no block is larger than the largest free extent")
-class TellsLess(FirstFitAllocator):
-    """The largest free extent is a unit shorter than it is."""
-
-    def statistics(self) -> AllocatorStatistics:
-        found = super().statistics()
-        return attrs.evolve(found, largest_free_extent_bytes=max(0, found.largest_free_extent_bytes - UNIT))
 
 
 @wrong(ANY_ORDER, "as many parts are told as were asked for")
@@ -390,9 +335,7 @@ class Scattering(FirstFitAllocator):
     def allocate(self, sizes: Sequence[int]) -> list[Extent] | None:
         order = random.Random(1).sample(range(len(sizes)), len(sizes))
         extents = super().allocate([sizes[index] for index in order])
-        if extents is None:
-            return None
-        return [extent for _, extent in sorted(zip(order, extents, strict=True))]
+        return extents and [extent for _, extent in sorted(zip(order, extents, strict=True))]
 
 
 @wrong(REFILL, "a pool can be filled with blocks of one size")
@@ -413,28 +356,11 @@ class WantsLists(FirstFitAllocator):
         super().free(extents)
 
 
-@wrong(NAME, "statistics have the strategy's name")
-class OtherName(FirstFitAllocator):
-    """It goes by two names."""
-
-    def statistics(self) -> AllocatorStatistics:
-        return attrs.evolve(super().statistics(), name="best-fit")
-
-
 @wrong(NAME, "a strategy has a name")
 class NoName(FirstFitAllocator):
     """It goes by none."""
 
     name = ""
-
-
-@wrong(BEFORE, "without an arena nothing can be placed")
-class AlwaysHasAUnit(FirstFitAllocator):
-    """It tells of a free unit where there is none."""
-
-    def statistics(self) -> AllocatorStatistics:
-        found = super().statistics()
-        return attrs.evolve(found, largest_free_extent_bytes=max(UNIT, found.largest_free_extent_bytes))
 
 
 @wrong(SHORT, "a block is placed in the arena that has space")
@@ -484,24 +410,6 @@ class ReadsExtentsTwice(FirstFitAllocator):
             super().free(extents)
 
 
-@wrong(REFILL, "a full pool has no larger free extent than it places")
-class NeverFull(FirstFitAllocator):
-    """It tells of free space in a full pool."""
-
-    def statistics(self) -> AllocatorStatistics:
-        found = super().statistics()
-        return attrs.evolve(found, largest_free_extent_bytes=max(64 * UNIT, found.largest_free_extent_bytes))
-
-
-@wrong(REFILL, "when everything is freed, nothing is used")
-class NeverEmpty(FirstFitAllocator):
-    """Something is always used."""
-
-    def statistics(self) -> AllocatorStatistics:
-        found = super().statistics()
-        return attrs.evolve(found, used_bytes=max(UNIT, found.used_bytes))
-
-
 @wrong(ANY_ORDER, "a block as large as the largest free extent is placed", any_smaller_block_fits=False)
 class RefusesLargeBlocks(FirstFitAllocator):
     """A block that comes alone has at most 20 units."""
@@ -518,11 +426,6 @@ class RefusesPairs(FirstFitAllocator):
         return None if len(sizes) == 2 and min(sizes) > 0 else super().allocate(sizes)
 
 
-@wrong(ANY_ORDER, "the largest free extent is the longest free run", uses_any_free_run=True)
-class KeepsAUnit(TellsLess):
-    """As above, where the strategy promises more."""
-
-
 @wrong(ANY_ORDER, "a size of zero or less is refused with a message that says so", refused_size="at least one byte")
 class OtherWords(FirstFitAllocator):
     """The message is not the one that was promised."""
@@ -531,6 +434,58 @@ class OtherWords(FirstFitAllocator):
         if any(size <= 0 for size in sizes):
             raise ValueError("no")
         return super().allocate(sizes)
+
+
+def miscounts(
+    name: str, test: str, rule: str, change: Callable[[AllocatorStatistics], dict[str, Any]], **options: object
+) -> None:
+    """Note an allocator whose statistics are changed before they are told."""
+
+    class Miscounting(FirstFitAllocator):
+        def statistics(self) -> AllocatorStatistics:
+            found = super().statistics()
+            return attrs.evolve(found, **change(found))
+
+    Miscounting.__name__ = name
+    wrong(test, rule, **options)(Miscounting)
+
+
+def a_unit_less(found: AllocatorStatistics) -> dict[str, Any]:
+    return {"largest_free_extent_bytes": max(0, found.largest_free_extent_bytes - UNIT)}
+
+
+def at_least_free(length: int) -> Callable[[AllocatorStatistics], dict[str, Any]]:
+    return lambda found: {"largest_free_extent_bytes": max(length, found.largest_free_extent_bytes)}
+
+
+miscounts(
+    "CountsLengths",
+    ANY_ORDER,
+    "what is used is the sum of the footprints",
+    lambda found: {"used_bytes": found.used_bytes + (found.extents > 3)},
+)
+miscounts("CountsBatches", ANY_ORDER, "statistics count the extents", lambda found: {"extents": min(3, found.extents)})
+miscounts("CountsOneArena", ANY_ORDER, "statistics count the arenas", lambda found: {"arenas": 1})
+miscounts("TellsAnotherUnit", ANY_ORDER, "statistics have the unit", lambda found: {"unit_bytes": 4096})
+miscounts(
+    "TellsAllThatIsFree",
+    ANY_ORDER,
+    "the largest free extent is no longer than the longest free run",
+    lambda found: {"largest_free_extent_bytes": found.free_bytes},
+)
+miscounts("TellsLess", ANY_ORDER, "no block is larger than the largest free extent", a_unit_less)
+miscounts(
+    "KeepsAUnit", ANY_ORDER, "the largest free extent is the longest free run", a_unit_less, uses_any_free_run=True
+)
+miscounts("AlwaysHasAUnit", BEFORE, "without an arena nothing can be placed", at_least_free(UNIT))
+miscounts("NeverFull", REFILL, "a full pool has no larger free extent than it places", at_least_free(64 * UNIT))
+miscounts(
+    "NeverEmpty",
+    REFILL,
+    "when everything is freed, nothing is used",
+    lambda found: {"used_bytes": max(UNIT, found.used_bytes)},
+)
+miscounts("OtherName", NAME, "statistics have the strategy's name", lambda found: {"name": "best-fit"})
 
 
 def contract_of(
