@@ -8,7 +8,6 @@ from contextlib import suppress
 
 import attrs
 import pytest
-import xxhash
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -18,13 +17,14 @@ from infinistore.core.arena import adopt_arena, create_arena
 from infinistore.core.hand_over import Adopted, adopt, export, verify_some
 from infinistore.core.pool_state import HeldBlocks, PoolState, decode_state, encode_state
 from infinistore.errors import ConfigError, LimitExceeded, OutOfMemory
+from tests.core.test_store import MakeCore, put
 
 UNIT_BYTES = 64
 ARENA_BYTES = 8192
 
 
 @pytest.fixture
-def make_core() -> Iterator[Callable[..., StoreCore]]:
+def make_core() -> Iterator[MakeCore]:
     """Returns make_core(unit_bytes=..., like=...): a store, or one with the memory of
     another."""
     pools: list[Pool] = []
@@ -44,14 +44,6 @@ def make_core() -> Iterator[Callable[..., StoreCore]]:
     yield make
     for pool in pools:
         pool.close()
-
-
-def put(core: StoreCore, client: Client, values: dict[str, bytes], *, hashed: bool = True, ttl_s: float = 0) -> None:
-    reservation = core.reserve(client, list(map(len, values.values())))
-    for view, value in zip(reservation.views, values.values(), strict=True):
-        view[:] = value
-    checksums = list(map(xxhash.xxh3_64_intdigest, values.values())) if hashed else None
-    core.commit(reservation, list(values), checksums, ttl_s=ttl_s)
 
 
 def read(core: StoreCore, key: str) -> bytes | None:
@@ -74,7 +66,7 @@ def hand_over(old: StoreCore, new: StoreCore, *groups: list[Client]) -> Adopted:
     return adopt(new, decode_state(b"".join(encode_state(export(old, "run", groups)))))
 
 
-def test_blocks_and_their_order_are_kept(make_core: Callable[..., StoreCore]) -> None:
+def test_blocks_and_their_order_are_kept(make_core: MakeCore) -> None:
     old = make_core()
     client = old.open_client("writer")
     values = {f"key {n} \u00e4": os.urandom(10 + 50 * n) for n in range(20)}
@@ -89,7 +81,7 @@ def test_blocks_and_their_order_are_kept(make_core: Callable[..., StoreCore]) ->
     assert {key: read(new, key) for key in values} == values
 
 
-def test_a_block_without_a_checksum_is_dropped(make_core: Callable[..., StoreCore]) -> None:
+def test_a_block_without_a_checksum_is_dropped(make_core: MakeCore) -> None:
     old = make_core()
     put(old, old.open_client("writer"), {"plain": b"1"}, hashed=False)
     new = make_core(like=old)
@@ -100,7 +92,7 @@ def test_a_block_without_a_checksum_is_dropped(make_core: Callable[..., StoreCor
 
 @pytest.mark.parametrize("read", [read, find])
 def test_a_damaged_block_is_not_served_when_asked_for_first(
-    make_core: Callable[..., StoreCore], read: Callable[[StoreCore, str], bytes | None]
+    make_core: MakeCore, read: Callable[[StoreCore, str], bytes | None]
 ) -> None:
     old = make_core()
     put(old, old.open_client("writer"), {"good": b"1" * 100, "bad": b"2" * 100})
@@ -116,7 +108,7 @@ def test_a_damaged_block_is_not_served_when_asked_for_first(
     assert not verify_some(new, 1 << 20)
 
 
-def test_blocks_are_verified_in_slices_the_warmest_first(make_core: Callable[..., StoreCore]) -> None:
+def test_blocks_are_verified_in_slices_the_warmest_first(make_core: MakeCore) -> None:
     old = make_core()
     put(old, old.open_client("writer"), {str(n): bytes([n]) * 100 for n in range(10)})
     for key in ("9", "0"):  # the coldest, and the warmest
@@ -135,7 +127,7 @@ def test_blocks_are_verified_in_slices_the_warmest_first(make_core: Callable[...
     assert new.all_keys() == [str(n) for n in range(8, 0, -1) if n != 5]
 
 
-def test_what_clients_hold_is_not_reused_before_they_are_gone(make_core: Callable[..., StoreCore]) -> None:
+def test_what_clients_hold_is_not_reused_before_they_are_gone(make_core: MakeCore) -> None:
     old = make_core()
     writer, reader = old.open_client("writer"), old.open_client("reader")
     put(old, writer, {"kept": b"k" * 1000, "replaced": b"r" * 1000, "gone": b"g" * 1000})
@@ -166,7 +158,7 @@ def test_what_clients_hold_is_not_reused_before_they_are_gone(make_core: Callabl
     assert new.statistics().condemned_bytes == 0
 
 
-def test_a_hold_goes_on_under_its_id(make_core: Callable[..., StoreCore]) -> None:
+def test_a_hold_goes_on_under_its_id(make_core: MakeCore) -> None:
     old = make_core()
     client = old.open_client("writer")
     put(old, client, {"held": b"1" * 100})
@@ -180,7 +172,7 @@ def test_a_hold_goes_on_under_its_id(make_core: Callable[..., StoreCore]) -> Non
     assert new.statistics().used_bytes == 0
 
 
-def test_times_to_live_and_pins_go_on(make_core: Callable[..., StoreCore]) -> None:
+def test_times_to_live_and_pins_go_on(make_core: MakeCore) -> None:
     old = make_core()
     client = old.open_client("writer")
     put(old, client, {"pinned": b"p" * 64})
@@ -198,7 +190,7 @@ def test_times_to_live_and_pins_go_on(make_core: Callable[..., StoreCore]) -> No
     assert new.evict(0.0, 0.0) == 0
 
 
-def test_a_pin_with_a_time_ends_in_the_new_process(make_core: Callable[..., StoreCore]) -> None:
+def test_a_pin_with_a_time_ends_in_the_new_process(make_core: MakeCore) -> None:
     old = make_core()
     put(old, old.open_client("writer"), {"short": b"s" * 64, "long": b"l" * 64, "ever": b"e" * 64})
     put(old, old.open_client("other"), {"unhashed": b"u" * 64}, hashed=False)
@@ -219,7 +211,7 @@ def test_a_pin_with_a_time_ends_in_the_new_process(make_core: Callable[..., Stor
 
 @pytest.mark.parametrize("ends", [[(0, 1.0), (0, 2.0)], [(1, 1.0)], [(7, 1.0)], [(0, 1e11)]])
 def test_a_state_that_ends_protection_where_there_is_none_is_refused(
-    make_core: Callable[..., StoreCore], ends: list[tuple[int, float]]
+    make_core: MakeCore, ends: list[tuple[int, float]]
 ) -> None:
     old = make_core()
     put(old, old.open_client("writer"), {"protected": b"p" * 64})
@@ -230,7 +222,7 @@ def test_a_state_that_ends_protection_where_there_is_none_is_refused(
         decode_state(b"".join(encode_state(state)))
 
 
-def test_blocks_that_have_a_place_in_larger_units_are_kept(make_core: Callable[..., StoreCore]) -> None:
+def test_blocks_that_have_a_place_in_larger_units_are_kept(make_core: MakeCore) -> None:
     old = make_core()
     client = old.open_client("writer")
     put(old, client, {"first": b"1" * 64, "second": b"2" * 64, "third": b"3" * 64})
@@ -239,7 +231,7 @@ def test_blocks_that_have_a_place_in_larger_units_are_kept(make_core: Callable[.
     assert [read(new, key) is not None for key in ("first", "second", "third")] == [True, False, True]
 
 
-def test_nothing_changes_if_room_in_use_has_no_place(make_core: Callable[..., StoreCore]) -> None:
+def test_nothing_changes_if_room_in_use_has_no_place(make_core: MakeCore) -> None:
     old = make_core()
     client = old.open_client("writer")
     put(old, client, {"first": b"1" * 64, "second": b"2" * 64})

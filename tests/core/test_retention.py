@@ -17,10 +17,7 @@ from tests.core.test_store import MakeCore, blocks, get, put
 
 def put_for(core: StoreCore, ttl_s: float, values: dict[str, bytes]) -> None:
     client = core.open_client("for a while")
-    reservation = core.reserve(client, list(map(len, values.values())))
-    for view, value in zip(reservation.views, values.values(), strict=True):
-        view[:] = value
-    core.commit(reservation, list(values), None, ttl_s=ttl_s)
+    put(core, client, values, hashed=False, ttl_s=ttl_s)
     core.close_client(client)
 
 

@@ -17,12 +17,20 @@ from tests.core.conftest import FakeClock
 MakeCore = Callable[..., StoreCore]
 
 
-def put(core: StoreCore, client: Client, values: dict[str, bytes], *, replace: bool = True) -> list[int]:
+def put(
+    core: StoreCore,
+    client: Client,
+    values: dict[str, bytes],
+    *,
+    replace: bool = True,
+    hashed: bool = True,
+    ttl_s: float = 0,
+) -> list[int]:
     reservation = core.reserve(client, [len(value) for value in values.values()])
     for view, value in zip(reservation.views, values.values(), strict=True):
         view[:] = value
-    checksums = [xxhash.xxh3_64_intdigest(value) for value in values.values()]
-    return core.commit(reservation, list(values), checksums, replace=replace)
+    checksums = [xxhash.xxh3_64_intdigest(value) for value in values.values()] if hashed else None
+    return core.commit(reservation, list(values), checksums, replace=replace, ttl_s=ttl_s)
 
 
 def get(core: StoreCore, client: Client, *keys: str) -> list[bytes | None]:

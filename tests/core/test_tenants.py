@@ -20,6 +20,7 @@ from tests.simulation.buggify import BuggifiedTenantStore, Buggify, Point
 
 UNITS = 64
 ARENA_BYTES = UNITS * UNIT_BYTES
+MakeTenants = Callable[..., Tenants]
 
 
 def limits(tenant: str, *, reserved: int = 0, most: int | None = None, **others: Any) -> TenantLimits:
@@ -29,7 +30,7 @@ def limits(tenant: str, *, reserved: int = 0, most: int | None = None, **others:
 
 
 @pytest.fixture
-def make_tenants(clock: FakeClock) -> Iterator[Callable[..., Tenants]]:
+def make_tenants(clock: FakeClock) -> Iterator[MakeTenants]:
     """Returns make_tenants(*limits, **options of Tenants): tenants that share 64
     units, which may all be used.
     """
@@ -47,6 +48,12 @@ def make_tenants(clock: FakeClock) -> Iterator[Callable[..., Tenants]]:
     yield make
     for pool in pools:
         pool.close()
+
+
+@pytest.fixture
+def tenants(make_tenants: MakeTenants) -> Tenants:
+    """Two that may have all of it."""
+    return make_tenants(limits("a"), limits("b"))
 
 
 def put(store: StoreCore, *keys: str, client: Client | None = None, value: bytes = b"") -> None:
@@ -76,8 +83,7 @@ def read(store: StoreCore, key: str) -> bytes | None:
 # What one sees of another
 
 
-def test_a_key_of_another_tenant_is_missing_whatever_asks(make_tenants: Callable[..., Tenants]) -> None:
-    tenants = make_tenants(limits("a"), limits("b"))
+def test_a_key_of_another_tenant_is_missing_whatever_asks(tenants: Tenants) -> None:
     a, b = tenants.store("a"), tenants.store("b")
     put(a, "prompt", value=b"secret")
     client = b.open_client("curious")
@@ -97,8 +103,7 @@ def test_a_key_of_another_tenant_is_missing_whatever_asks(make_tenants: Callable
     assert read(a, "prompt") == b"secret"
 
 
-def test_the_same_key_has_a_block_for_each_tenant(make_tenants: Callable[..., Tenants]) -> None:
-    tenants = make_tenants(limits("a"), limits("b"))
+def test_the_same_key_has_a_block_for_each_tenant(tenants: Tenants) -> None:
     put(tenants.store("a"), "k", value=b"of a")
     put(tenants.store("b"), "k", value=b"of b")
     assert read(tenants.store("a"), "k") == b"of a"
@@ -106,8 +111,7 @@ def test_the_same_key_has_a_block_for_each_tenant(make_tenants: Callable[..., Te
     assert read(tenants.store("b"), "k") == b"of b"
 
 
-def test_a_hold_is_released_by_its_tenant_alone(make_tenants: Callable[..., Tenants]) -> None:
-    tenants = make_tenants(limits("a"), limits("b"))
+def test_a_hold_is_released_by_its_tenant_alone(tenants: Tenants) -> None:
     a, b = tenants.store("a"), tenants.store("b")
     put(a, "k")
     _, hold = a.hold_prefix(a.open_client("scheduler"), ["k"], 5)
@@ -115,7 +119,7 @@ def test_a_hold_is_released_by_its_tenant_alone(make_tenants: Callable[..., Tena
     assert a.release_hold(hold)
 
 
-def test_statistics_are_those_of_the_tenant(make_tenants: Callable[..., Tenants]) -> None:
+def test_statistics_are_those_of_the_tenant(make_tenants: MakeTenants) -> None:
     tenants = make_tenants(limits("a", reserved=16), limits("b", most=8))
     put(tenants.store("a"), *names("a", 5))
     found = tenants.store("b").statistics()
@@ -126,8 +130,7 @@ def test_statistics_are_those_of_the_tenant(make_tenants: Callable[..., Tenants]
     assert tenants.pool.used_bytes == found.used_bytes
 
 
-def test_a_hazard_of_one_tenant_pins_no_block_of_another(make_tenants: Callable[..., Tenants]) -> None:
-    tenants = make_tenants(limits("a"), limits("b"))
+def test_a_hazard_of_one_tenant_pins_no_block_of_another(tenants: Tenants) -> None:
     removed: list[Entry] = []
     tenants.on_removal = removed.extend
     a, b = tenants.store("a"), tenants.store("b")
@@ -147,7 +150,7 @@ def test_a_hazard_of_one_tenant_pins_no_block_of_another(make_tenants: Callable[
 # What one may take
 
 
-def test_at_max_bytes_a_tenant_evicts_its_own(make_tenants: Callable[..., Tenants]) -> None:
+def test_at_max_bytes_a_tenant_evicts_its_own(make_tenants: MakeTenants) -> None:
     tenants = make_tenants(limits("a", most=4), limits("b"))
     put(tenants.store("b"), *names("b", 10))
     put(tenants.store("a"), *names("a", 4))
@@ -156,7 +159,7 @@ def test_at_max_bytes_a_tenant_evicts_its_own(make_tenants: Callable[..., Tenant
     assert len(tenants.store("b")) == 10
 
 
-def test_at_max_keys_a_tenant_evicts_its_own(make_tenants: Callable[..., Tenants]) -> None:
+def test_at_max_keys_a_tenant_evicts_its_own(make_tenants: MakeTenants) -> None:
     tenants = make_tenants(limits("a", max_keys=4))
     store = tenants.store("a")
     client = store.open_client("reader")
@@ -173,7 +176,7 @@ def test_at_max_keys_a_tenant_evicts_its_own(make_tenants: Callable[..., Tenants
         put(store, *names("b", 5))
 
 
-def test_blocks_that_are_being_written_count_as_keys(make_tenants: Callable[..., Tenants]) -> None:
+def test_blocks_that_are_being_written_count_as_keys(make_tenants: MakeTenants) -> None:
     store = make_tenants(limits("a", max_keys=4)).store("a")
     client = store.open_client("writer")
     first = store.reserve(client, [UNIT_BYTES] * 3)
@@ -185,9 +188,7 @@ def test_blocks_that_are_being_written_count_as_keys(make_tenants: Callable[...,
 
 
 @pytest.mark.parametrize("pin", ["lease", "hold", "reserve"])
-def test_where_nothing_can_be_evicted_there_is_a_limit_and_nothing_is_lost(
-    make_tenants: Callable[..., Tenants], pin: str
-) -> None:
+def test_where_nothing_can_be_evicted_there_is_a_limit_and_nothing_is_lost(make_tenants: MakeTenants, pin: str) -> None:
     all_of_it = CoreLimits(max_pinned_ratio=1.0, max_held_ratio=1.0)
     store = make_tenants(limits("a", most=4), limits=all_of_it).store("a")
     client = store.open_client("c")
@@ -207,7 +208,7 @@ def test_where_nothing_can_be_evicted_there_is_a_limit_and_nothing_is_lost(
     assert store.all_keys() == before
 
 
-def test_two_connections_cannot_pin_more_than_one(make_tenants: Callable[..., Tenants]) -> None:
+def test_two_connections_cannot_pin_more_than_one(make_tenants: MakeTenants) -> None:
     store = make_tenants(limits("a"), limits=CoreLimits(max_pinned_ratio=0.5)).store("a")
     put(store, *names("k", 60))
     first, second = store.open_client("1"), store.open_client("2")
@@ -222,7 +223,7 @@ def test_two_connections_cannot_pin_more_than_one(make_tenants: Callable[..., Te
     store.lease(second, names("k", 20))
 
 
-def test_tenants_together_pin_nothing_of_what_is_reserved(make_tenants: Callable[..., Tenants]) -> None:
+def test_tenants_together_pin_nothing_of_what_is_reserved(make_tenants: MakeTenants) -> None:
     """Two tenants with all they may have pinned, and a third gets what is its own."""
     tenants = make_tenants(limits("a"), limits("b"), limits("c", reserved=32), limits=CoreLimits(max_pinned_ratio=1.0))
     for name in "ab":
@@ -248,9 +249,7 @@ def test_tenants_together_pin_nothing_of_what_is_reserved(make_tenants: Callable
 # What one keeps
 
 
-def test_what_was_pinned_within_an_earlier_reserve_counts_when_reserves_change(
-    make_tenants: Callable[..., Tenants],
-) -> None:
+def test_what_was_pinned_within_an_earlier_reserve_counts_when_reserves_change(make_tenants: MakeTenants) -> None:
     tenants = make_tenants(limits("a", reserved=32), limits("b"), limits=CoreLimits(max_pinned_ratio=1.0))
     a, b = tenants.store("a"), tenants.store("b")
     a.reserve(a.open_client("a"), [30 * UNIT_BYTES])
@@ -262,7 +261,7 @@ def test_what_was_pinned_within_an_earlier_reserve_counts_when_reserves_change(
     c.reserve(c.open_client("c"), [32 * UNIT_BYTES])
 
 
-def test_whoever_is_at_its_reserved_size_loses_nothing_to_others(make_tenants: Callable[..., Tenants]) -> None:
+def test_whoever_is_at_its_reserved_size_loses_nothing_to_others(make_tenants: MakeTenants) -> None:
     tenants = make_tenants(limits("a", reserved=20), limits("b"))
     put(tenants.store("a"), *names("a", 20))
     for batch in range(30):
@@ -287,9 +286,7 @@ class InPlace:
 
 
 @pytest.mark.parametrize("how", ["put", "spare", "single"])
-def test_what_is_reserved_is_there_whatever_others_read_in_place(
-    make_tenants: Callable[..., Tenants], how: str
-) -> None:
+def test_what_is_reserved_is_there_whatever_others_read_in_place(make_tenants: MakeTenants, how: str) -> None:
     """One tenant takes all that it can have, and pins all of that without a request."""
     shares = [limits("a", reserved=8), limits("b", reserved=24), limits("c", reserved=16), limits("d")]
     tenants = make_tenants(*shares, limits=CoreLimits(max_pinned_ratio=1))
@@ -315,9 +312,7 @@ def test_what_is_reserved_is_there_whatever_others_read_in_place(
     assert (len(b), len(c)) == (24, 16)
 
 
-def test_what_is_pinned_just_before_it_is_evicted_takes_nothing_that_is_reserved(
-    make_tenants: Callable[..., Tenants],
-) -> None:
+def test_what_is_pinned_just_before_it_is_evicted_takes_nothing_that_is_reserved(make_tenants: MakeTenants) -> None:
     tenants = make_tenants(limits("a"), limits("b", reserved=32), limits=CoreLimits(max_pinned_ratio=1))
     a, reader = tenants.store("a"), InPlace(tenants.store("a"))
     tenants.on_removal = lambda entries: reader.rows.extend((*entry, 1) for entry in entries)
@@ -329,8 +324,7 @@ def test_what_is_pinned_just_before_it_is_evicted_takes_nothing_that_is_reserved
     assert len(tenants.store("b")) == 32
 
 
-def test_new_limits_keep_what_is_reserved_free_as_soon_as_nobody_reads_it(make_tenants: Callable[..., Tenants]) -> None:
-    tenants = make_tenants(limits("a"), limits("b"))
+def test_new_limits_keep_what_is_reserved_free_as_soon_as_nobody_reads_it(tenants: Tenants) -> None:
     tenants.on_removal = lambda entries: None
     a, reader = tenants.store("a"), InPlace(tenants.store("a"))
     put(a, *names("a", 60))
@@ -346,7 +340,7 @@ def test_new_limits_keep_what_is_reserved_free_as_soon_as_nobody_reads_it(make_t
     assert (len(a), len(tenants.store("b"))) == (32, 32)
 
 
-def test_what_is_free_may_be_used_until_its_owner_comes(make_tenants: Callable[..., Tenants]) -> None:
+def test_what_is_free_may_be_used_until_its_owner_comes(make_tenants: MakeTenants) -> None:
     tenants = make_tenants(limits("a", reserved=32), limits("b"))
     put(tenants.store("b"), *names("b", 32))
     put(tenants.store("b"), *names("c", 32))
@@ -357,7 +351,7 @@ def test_what_is_free_may_be_used_until_its_owner_comes(make_tenants: Callable[.
     assert len(tenants.store("b")) == 31
 
 
-def test_what_nobody_reserved_is_shared_by_weight(make_tenants: Callable[..., Tenants]) -> None:
+def test_what_nobody_reserved_is_shared_by_weight(make_tenants: MakeTenants) -> None:
     tenants = make_tenants(limits("a", weight=3), limits("b"), limits("c", reserved=24, weight=9))
     rng = random.Random(7)
     for number in range(600):
@@ -370,7 +364,7 @@ def test_what_nobody_reserved_is_shared_by_weight(make_tenants: Callable[..., Te
     assert len(tenants.store("c")) == 24
 
 
-def test_one_who_sends_ten_times_as_much_has_no_more(make_tenants: Callable[..., Tenants]) -> None:
+def test_one_who_sends_ten_times_as_much_has_no_more(make_tenants: MakeTenants) -> None:
     tenants = make_tenants(limits("quiet"), limits("noisy"))
     for number in range(300):
         for loud in range(10):
@@ -380,7 +374,7 @@ def test_one_who_sends_ten_times_as_much_has_no_more(make_tenants: Callable[...,
     assert tenants.store("quiet").exists([str(number) for number in range(268, 300)]) == b"\1" * 32
 
 
-def test_pinned_blocks_of_a_victim_stay_and_the_next_one_gives(make_tenants: Callable[..., Tenants]) -> None:
+def test_pinned_blocks_of_a_victim_stay_and_the_next_one_gives(make_tenants: MakeTenants) -> None:
     tenants = make_tenants(limits("a"), limits("b"), limits("c"), limits=CoreLimits(max_pinned_ratio=1.0))
     a = tenants.store("a")
     put(a, *names("a", 40))
@@ -390,7 +384,7 @@ def test_pinned_blocks_of_a_victim_stay_and_the_next_one_gives(make_tenants: Cal
     assert (len(a), len(tenants.store("b")), len(tenants.store("c"))) == (40, 14, 10)
 
 
-def test_expired_holds_of_a_victim_protect_nothing(make_tenants: Callable[..., Tenants], clock: FakeClock) -> None:
+def test_expired_holds_of_a_victim_protect_nothing(make_tenants: MakeTenants, clock: FakeClock) -> None:
     tenants = make_tenants(limits("a"), limits("b"), limits=CoreLimits(max_held_ratio=1.0, max_pinned_ratio=1.0))
     a = tenants.store("a")
     put(a, *names("a", 64))
@@ -402,8 +396,7 @@ def test_expired_holds_of_a_victim_protect_nothing(make_tenants: Callable[..., T
     assert len(a) == 63
 
 
-def test_what_a_victim_wrote_without_a_request_is_seen_before_it_gives(make_tenants: Callable[..., Tenants]) -> None:
-    tenants = make_tenants(limits("a"), limits("b"))
+def test_what_a_victim_wrote_without_a_request_is_seen_before_it_gives(tenants: Tenants) -> None:
     a = tenants.store("a")
     client = a.open_client("mapping")
     reservation = a.reserve(client, [UNIT_BYTES] * 64)
@@ -414,7 +407,7 @@ def test_what_a_victim_wrote_without_a_request_is_seen_before_it_gives(make_tena
     assert len(a) == 63
 
 
-def test_a_refused_batch_evicts_nothing(make_tenants: Callable[..., Tenants]) -> None:
+def test_a_refused_batch_evicts_nothing(make_tenants: MakeTenants) -> None:
     tenants = make_tenants(limits("a", reserved=30), limits("b"))
     put(tenants.store("a"), *names("a", 30))
     put(tenants.store("b"), *names("b", 30))
@@ -424,9 +417,7 @@ def test_a_refused_batch_evicts_nothing(make_tenants: Callable[..., Tenants]) ->
     assert len(tenants.store("a")) == len(tenants.store("b")) == 30
 
 
-def test_eviction_goes_on_to_the_low_watermark_and_takes_nothing_reserved(
-    make_tenants: Callable[..., Tenants],
-) -> None:
+def test_eviction_goes_on_to_the_low_watermark_and_takes_nothing_reserved(make_tenants: MakeTenants) -> None:
     tenants = make_tenants(limits("a", reserved=40), limits("b"), watermarks=Watermarks(0.5, 1.0))
     put(tenants.store("a"), *names("a", 40))
     put(tenants.store("b"), *names("b", 24))
@@ -436,7 +427,7 @@ def test_eviction_goes_on_to_the_low_watermark_and_takes_nothing_reserved(
     assert (len(tenants.store("a")), len(tenants.store("b"))) == (40, 0)
 
 
-def test_eviction_of_the_pool_comes_from_those_most_above(make_tenants: Callable[..., Tenants]) -> None:
+def test_eviction_of_the_pool_comes_from_those_most_above(make_tenants: MakeTenants) -> None:
     tenants = make_tenants(limits("a", reserved=10), limits("b"))
     put(tenants.store("a"), *names("a", 30))
     put(tenants.store("b"), *names("b", 30))
@@ -452,7 +443,7 @@ def test_eviction_of_the_pool_comes_from_those_most_above(make_tenants: Callable
 # Limits that change
 
 
-def test_limits_change_for_all_or_for_none(make_tenants: Callable[..., Tenants]) -> None:
+def test_limits_change_for_all_or_for_none(make_tenants: MakeTenants) -> None:
     tenants = make_tenants(limits("a", most=8), limits("b"))
     put(tenants.store("a"), *names("a", 8))
     with pytest.raises(ConfigError, match=r"4\.06 KiB .* are reserved for tenants together.* has 4 KiB; reserve less"):
@@ -466,7 +457,7 @@ def test_limits_change_for_all_or_for_none(make_tenants: Callable[..., Tenants])
     assert tenants.store("a").all_keys() == ["a0", "new"]
 
 
-def test_a_tenant_whose_reservation_is_lowered_can_be_a_victim(make_tenants: Callable[..., Tenants]) -> None:
+def test_a_tenant_whose_reservation_is_lowered_can_be_a_victim(make_tenants: MakeTenants) -> None:
     tenants = make_tenants(limits("a", reserved=64), limits("b"))
     put(tenants.store("a"), *names("a", 64))
     tenants.apply([limits("a"), limits("b", reserved=32)])
@@ -474,7 +465,7 @@ def test_a_tenant_whose_reservation_is_lowered_can_be_a_victim(make_tenants: Cal
     assert len(tenants.store("a")) == 32
 
 
-def test_the_blocks_of_a_tenant_that_has_left_go_when_nothing_pins_them(make_tenants: Callable[..., Tenants]) -> None:
+def test_the_blocks_of_a_tenant_that_has_left_go_when_nothing_pins_them(make_tenants: MakeTenants) -> None:
     tenants = make_tenants(limits("a", reserved=30), limits("b"))
     a = tenants.store("a")
     client = a.open_client("still reading")
@@ -499,8 +490,7 @@ def test_the_blocks_of_a_tenant_that_has_left_go_when_nothing_pins_them(make_ten
     assert tenants.store("a") is not a
 
 
-def test_a_tenant_that_comes_back_before_it_is_gone_is_the_same(make_tenants: Callable[..., Tenants]) -> None:
-    tenants = make_tenants(limits("a"), limits("b"))
+def test_a_tenant_that_comes_back_before_it_is_gone_is_the_same(tenants: Tenants) -> None:
     put(tenants.store("a"), "k", value=b"v")
     tenants.apply([limits("b")])
     tenants.apply([limits("a", most=9), limits("b")])
@@ -512,7 +502,7 @@ def test_a_tenant_that_comes_back_before_it_is_gone_is_the_same(make_tenants: Ca
 # What many cost
 
 
-def test_a_thousand_idle_tenants_cost_little(make_tenants: Callable[..., Tenants]) -> None:
+def test_a_thousand_idle_tenants_cost_little(make_tenants: MakeTenants) -> None:
     tenants = make_tenants()
     tracemalloc.start()
     try:
@@ -525,7 +515,7 @@ def test_a_thousand_idle_tenants_cost_little(make_tenants: Callable[..., Tenants
     assert len(tenants) == 1000
 
 
-def test_a_victim_is_chosen_among_many_without_looking_at_all(make_tenants: Callable[..., Tenants]) -> None:
+def test_a_victim_is_chosen_among_many_without_looking_at_all(make_tenants: MakeTenants) -> None:
     count = 512
     tenants = make_tenants(*(limits(f"t{number}") for number in range(count)), units=4 * count)
     for number in range(count):
@@ -538,9 +528,7 @@ def test_a_victim_is_chosen_among_many_without_looking_at_all(make_tenants: Call
     assert tenants.sharing.victims.looked_at - looked_at < 200 * 8
 
 
-def test_parts_that_misbehave_within_their_bounds_take_nothing_that_is_reserved(
-    make_tenants: Callable[..., Tenants],
-) -> None:
+def test_parts_that_misbehave_within_their_bounds_take_nothing_that_is_reserved(make_tenants: MakeTenants) -> None:
     points = [Point.ALLOCATION_REFUSED, Point.SCATTERED_BATCH, Point.EARLY_EVICTION, Point.EARLY_RECLAIM]
     buggify = Buggify(random.Random(3), dict.fromkeys(points, 0.3))
     tenants = make_tenants(limits("a", reserved=20), limits("b"))

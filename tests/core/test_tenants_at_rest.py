@@ -2,17 +2,14 @@
 
 import gc
 import tracemalloc
-from collections.abc import Callable
 
 import pytest
 
 from infinistore.core.journal import Journal
 from infinistore.core.tenants import Tenants
-from tests.core.test_tenants import limits, make_tenants, put
+from tests.core.test_tenants import MakeTenants, limits, make_tenants, put, tenants
 
-__all__ = ["make_tenants"]
-
-MakeTenants = Callable[..., Tenants]
+__all__ = ["make_tenants", "tenants"]
 
 
 def used_and_left(tenants: Tenants, name: str) -> None:
@@ -46,8 +43,7 @@ def test_a_thousand_tenants_that_clients_have_left_cost_little(make_tenants: Mak
     assert cost / count < 2048
 
 
-def test_a_store_that_comes_back_counts_on(make_tenants: MakeTenants) -> None:
-    tenants = make_tenants(limits("a"), limits("b"))
+def test_a_store_that_comes_back_counts_on(tenants: Tenants) -> None:
     used_and_left(tenants, "a")
     before = tenants.store("a").statistics()
     assert before.hits == before.misses == before.evicted.manual == 1
@@ -83,8 +79,7 @@ def test_a_store_that_has_something_or_somebody_stays(make_tenants: MakeTenants)
 
 
 @pytest.mark.parametrize("comes_back", [False, True])
-def test_the_figures_of_a_tenant_that_left_are_forgotten(make_tenants: MakeTenants, comes_back: bool) -> None:
-    tenants = make_tenants(limits("a"), limits("b"))
+def test_the_figures_of_a_tenant_that_left_are_forgotten(tenants: Tenants, comes_back: bool) -> None:
     used_and_left(tenants, "a")
     assert tenants.rest("a")
     tenants.apply([limits("b")])
@@ -94,8 +89,7 @@ def test_the_figures_of_a_tenant_that_left_are_forgotten(make_tenants: MakeTenan
         assert tenants.store("a").statistics().puts == 0
 
 
-def test_a_tenant_that_comes_back_is_a_victim_again(make_tenants: MakeTenants) -> None:
-    tenants = make_tenants(limits("a"), limits("b"))
+def test_a_tenant_that_comes_back_is_a_victim_again(tenants: Tenants) -> None:
     put(tenants.store("a"), *(f"{number}" for number in range(8)))
     tenants.store("a").purge()
     assert tenants.rest("a")

@@ -135,15 +135,8 @@ class TenantsMachine(RuleBasedStateMachine):
 
     def write_batch(self, name: str, keys: list[str], finish: str) -> None:
         store, model, quota = self.store(name), self.models[name], self.quotas[name]
-        before = {other: (self.taken(other), set(self.store(other).all_keys())) for other in NAMES}
-        wanted = len(keys) * UNIT_BYTES
-        within = self.pinned(name) + wanted <= quota.reserved_bytes and quota.max_keys is None
-        claimed = self.claimed()
-        within = within and (
-            claimed <= self.pool.capacity_bytes
-            if self.in_place
-            else self.pinned_above() <= self.pool.capacity_bytes - self.tenants.sharing.reserved_bytes
-        )
+        before = self.standings()
+        claimed, within = self.claimed(), self.is_promised(name, len(keys) * UNIT_BYTES)
         try:
             reservation = store.reserve(model.client, [UNIT_BYTES] * len(keys))
         except (LimitExceeded, OutOfMemory):
@@ -170,16 +163,10 @@ class TenantsMachine(RuleBasedStateMachine):
     @rule(name=some_names, key=st.sampled_from(KEYS), replace=st.booleans())
     def write_single(self, name: str, key: str, replace: bool) -> None:
         store, model, quota = self.store(name), self.models[name], self.quotas[name]
-        before = {other: (self.taken(other), set(self.store(other).all_keys())) for other in NAMES}
+        before = self.standings()
         value = f"{name}/{key}/{self.written}".encode().ljust(UNIT_BYTES)
         self.written += 1
-        within = self.pinned(name) + UNIT_BYTES <= quota.reserved_bytes and quota.max_keys is None
-        claimed = self.claimed()
-        within = within and (
-            claimed <= self.pool.capacity_bytes
-            if self.in_place
-            else self.pinned_above() <= self.pool.capacity_bytes - self.tenants.sharing.reserved_bytes
-        )
+        claimed, within = self.claimed(), self.is_promised(name, UNIT_BYTES)
         try:
             stored = store.write_one(
                 model.client, key, memoryview(value), xxhash.xxh3_64_intdigest(value), replace=replace
@@ -199,6 +186,18 @@ class TenantsMachine(RuleBasedStateMachine):
         store.free_replaced()
         self.check_losses(name, before)
         assert not self.in_place or self.claimed() <= max(self.pool.capacity_bytes, claimed)
+
+    def is_promised(self, name: str, wanted: int) -> bool:
+        """Whether so many bytes are there for a tenant, whatever others have."""
+        quota = self.quotas[name]
+        if self.pinned(name) + wanted > quota.reserved_bytes or quota.max_keys is not None:
+            return False
+        if self.in_place:
+            return self.claimed() <= self.pool.capacity_bytes
+        return self.pinned_above() <= self.pool.capacity_bytes - self.tenants.sharing.reserved_bytes
+
+    def standings(self) -> dict[str, tuple[int, set[str]]]:
+        return {name: (self.taken(name), set(self.store(name).all_keys())) for name in NAMES}
 
     def claimed(self) -> int:
         """What all have or may still have of what is reserved for them."""
@@ -293,7 +292,7 @@ class TenantsMachine(RuleBasedStateMachine):
 
     @rule(low=st.sampled_from([0.0, 0.5]))
     def evict_periodically(self, low: float) -> None:
-        before = {name: (self.taken(name), set(self.store(name).all_keys())) for name in NAMES}
+        before = self.standings()
         self.tenants.evict(low, max(low, 0.5), "periodic")
         for name in NAMES:
             if before[name][0] <= self.quotas[name].reserved_bytes:
