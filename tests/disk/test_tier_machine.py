@@ -104,34 +104,34 @@ class TierMachine(RuleBasedStateMachine):
             key: random.Random(f"{key} {self.numbers}").randbytes(max(8, length)) for key, length in lengths.items()
         }
 
-    @rule(lengths=some_puts, hashed=st.sampled_from([True, True, True, False]), replace=st.booleans())
-    def put(self, lengths: dict[str, int], hashed: bool, replace: bool) -> None:
-        values = self.values(lengths)
+    def reserve(self, values: dict[str, bytes]) -> Reservation | None:
+        """Write values that have no names yet, if there is room for them."""
         core = self.machine.core
         try:
             reservation = core.reserve(self.machine.client, [len(value) for value in values.values()])
         except (OutOfMemory, LimitExceeded):
-            return
-        self.see_written()
+            return None
+        core.commit_written()
         for view, value in zip(reservation.views, values.values(), strict=True):
             view[:] = value
+        return reservation
+
+    @rule(lengths=some_puts, hashed=st.sampled_from([True, True, True, False]), replace=st.booleans())
+    def put(self, lengths: dict[str, int], hashed: bool, replace: bool) -> None:
+        values = self.values(lengths)
+        reservation = self.reserve(values)
+        if reservation is None:
+            return
         checksums = [xxhash.xxh3_64_intdigest(value) for value in values.values()] if hashed else None
-        skipped = core.commit(reservation, list(values), checksums, replace=replace)
+        skipped = self.machine.core.commit(reservation, list(values), checksums, replace=replace)
         self.model.put({key: value for i, (key, value) in enumerate(values.items()) if i not in skipped})
 
     @rule(lengths=some_puts)
     def prepare(self, lengths: dict[str, int]) -> None:
         values = self.values(lengths)
         core = self.machine.core
-        if core.is_being_written(list(values)):
+        if core.is_being_written(list(values)) or (reservation := self.reserve(values)) is None:
             return
-        try:
-            reservation = core.reserve(self.machine.client, [len(value) for value in values.values()])
-        except (OutOfMemory, LimitExceeded):
-            return
-        self.see_written()
-        for view, value in zip(reservation.views, values.values(), strict=True):
-            view[:] = value
         prepared = Prepared(reservation, values)
         assert core.prepare(reservation, list(values), lambda: prepared.checksums)
         self.prepared.append(prepared)
@@ -143,9 +143,6 @@ class TierMachine(RuleBasedStateMachine):
         prepared = self.prepared.pop(0)
         prepared.checksums = [xxhash.xxh3_64_intdigest(value) for value in prepared.values.values()]
         self.model.put(prepared.values)
-
-    def see_written(self) -> None:
-        self.machine.core.commit_written()
 
     # Removing
 

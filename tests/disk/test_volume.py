@@ -5,7 +5,7 @@ import errno
 import pytest
 
 from infinistore.disk.jobs import ReadInto
-from infinistore.disk.volume import Durable, Lost, Volume
+from infinistore.disk.volume import Durable, Lost, Reclaim, Volume
 from infinistore.errors import ConfigError
 from tests.disk.volume_world import CAPACITY_BYTES, VolumeWorld
 
@@ -22,6 +22,18 @@ def fill(world: VolumeWorld, batches: int, prefix: str = "filler") -> None:
         world.write({f"{prefix}/{number}": bytes([number % 256]) * 12_000})
 
 
+def fill_until_offered(world: VolumeWorld) -> Reclaim:
+    """Fill a disk until a segment is about to be overwritten; return what is in it."""
+    world.accept_offers = False
+    for number in range(200):
+        world.put({f"filler/{number}": bytes(12_000)})
+        world.settle()
+        if world.offers:
+            break
+    [offer] = world.offers
+    return offer
+
+
 def test_a_durable_block_is_found_and_a_pending_one_is_not(world: VolumeWorld) -> None:
     token = world.put({"a": b"first", "b": b"x" * 5000})
     assert token is not None
@@ -35,8 +47,7 @@ def test_a_durable_block_is_found_and_a_pending_one_is_not(world: VolumeWorld) -
 def test_blocks_survive_a_crash_and_a_clean_end(world: VolumeWorld) -> None:
     world.write({"a": b"first", "b": b"x" * 5000})
     world.write({"a": b"second"})
-    world.crash()
-    world.settle()
+    world.restart()
     assert (world.get("a"), world.get("b")) == (b"second", b"x" * 5000)
     world.volume.close()
     world.settle()
@@ -65,8 +76,7 @@ def test_a_tombstone_ends_a_key_for_good(world: VolumeWorld) -> None:
     assert world.get("a") is None and world.volume.lingers(["a"]) == [True]
     world.write({"a": b""})
     assert world.volume.lingers(["a"]) == [False]
-    world.crash()
-    world.settle()
+    world.restart()
     assert world.get("a") is None and world.volume.lingers(["a"]) == [False]
 
 
@@ -96,14 +106,8 @@ def test_a_pinned_segment_is_not_overwritten(world: VolumeWorld) -> None:
 
 
 def test_a_block_that_is_appended_again_outlives_its_segment(world: VolumeWorld) -> None:
-    world.accept_offers = False
     world.write({"kept": b"k" * 9000, "gone": b"g" * 9000, "deleted": b"d"})
-    for number in range(200):
-        world.put({f"filler/{number}": bytes(12_000)})
-        world.settle()
-        if world.offers:
-            break
-    [offer] = world.offers
+    offer = fill_until_offered(world)
     assert {"kept", "gone", "deleted"} <= set(offer.keys)
     source = dict(zip(offer.keys, offer.locations, strict=True))
     world.volume.forget(["deleted"])
@@ -113,8 +117,7 @@ def test_a_block_that_is_appended_again_outlives_its_segment(world: VolumeWorld)
     world.accept_offers = True
     world.settle()
     assert (world.get("kept"), world.get("gone"), world.get("deleted")) == (b"k" * 9000, None, None)
-    world.crash()
-    world.settle()
+    world.restart()
     assert world.get("kept") == b"k" * 9000
 
 
@@ -122,13 +125,7 @@ def test_a_block_that_is_appended_again_outlives_its_segment(world: VolumeWorld)
 def test_a_segment_is_reused_although_nothing_of_it_was_worth_keeping(world: VolumeWorld, is_purged: bool) -> None:
     """What was offered was replaced or purged before it was appended again: no batch is
     under way, and none may come before there is a segment for it."""
-    world.accept_offers = False
-    for number in range(200):
-        world.put({f"filler/{number}": bytes(12_000)})
-        world.settle()
-        if world.offers:
-            break
-    [offer] = world.offers
+    offer = fill_until_offered(world)
     if is_purged:
         world.volume.purge()
     else:
@@ -168,8 +165,7 @@ def test_a_purge_stays_done(world: VolumeWorld) -> None:
     world.settle()
     assert isinstance(world.ended[token], Durable)
     world.write({"b": b"second"})
-    world.crash()
-    world.settle()
+    world.restart()
     assert (world.get("a"), world.get("b")) == (None, b"second")
 
 
@@ -215,8 +211,7 @@ def test_a_truncated_segment_and_a_lost_one_cost_only_their_blocks(world: Volume
     fill(world, 20)
     world.disk.truncate("segments/0", 5000)
     world.disk.remove("segments/1")
-    world.crash()
-    world.settle()
+    world.restart()
     assert world.get("filler/0") is None
     assert world.get("filler/19") == bytes([19]) * 12_000
 

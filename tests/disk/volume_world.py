@@ -74,6 +74,11 @@ class VolumeWorld:
         self.disk.crash()
         self.reopen()
 
+    def restart(self) -> None:
+        """Lose power, and recover."""
+        self.crash()
+        self.settle()
+
     def put(self, blocks: dict[str, bytes], sources: Sequence[Location | None] | None = None) -> int | None:
         """Append a batch; an empty block stands for a tombstone."""
         values = list(blocks.values())
