@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 from infinistore.scheduling import Advice, LoadAdvisor, Reason, price_s
 
 BYTES_PER_TOKEN = 1_000
+ASKED = {"tokens": 2_000, "cached_tokens": 0, "stored_tokens": 1_500}
 
 
 class Clock:
@@ -90,10 +91,9 @@ def test_a_busy_engine_is_dear(busy: float, price: float) -> None:
 
 def test_nothing_is_skipped_before_loads_and_prefill_were_measured() -> None:
     fresh = LoadAdvisor(Clock(), rank_bytes_per_token=BYTES_PER_TOKEN)
-    asked = {"tokens": 2_000, "cached_tokens": 0, "stored_tokens": 1_500}
-    assert fresh.advise("a", **asked) == Advice(load=True, reason=Reason.UNMEASURED)
+    assert fresh.advise("a", **ASKED) == Advice(load=True, reason=Reason.UNMEASURED)
     fresh.loaded(0, 10, 1_000.0)  # very slow; but how fast it computes is not known
-    assert fresh.advise("b", **asked).reason is Reason.UNMEASURED
+    assert fresh.advise("b", **ASKED).reason is Reason.UNMEASURED
     assert fresh.prefers_loading is None
     assert Bench().ask().reason is Reason.UNMEASURED
 
@@ -149,24 +149,24 @@ def test_a_link_that_is_loading_is_not_taken_for_one_that_nobody_has_measured() 
 
 def test_a_request_gets_the_same_advice_as_often_as_it_asks() -> None:
     bench = Bench(100)
-    first = bench.advisor.advise("one", tokens=2_000, cached_tokens=0, stored_tokens=1_500)
+    first = bench.advisor.advise("one", **ASKED)
     bench.loads(100_000)
-    again = bench.advisor.advise("one", tokens=2_000, cached_tokens=0, stored_tokens=1_500)
+    again = bench.advisor.advise("one", **ASKED)
     assert again is first
     assert bench.advisor.statistics.skipped_loads == 1
     bench.advisor.forget("one")
     bench.advisor.forget("never asked")
-    assert bench.advisor.advise("one", tokens=2_000, cached_tokens=0, stored_tokens=1_500).load
+    assert bench.advisor.advise("one", **ASKED).load
 
 
 def test_only_so_many_requests_are_remembered() -> None:
     bench = Bench(100, most_remembered=10)
-    oldest = bench.advisor.advise("oldest", tokens=2_000, cached_tokens=0, stored_tokens=1_500)
+    oldest = bench.advisor.advise("oldest", **ASKED)
     for _ in range(9):
         bench.ask()
-    assert bench.advisor.advise("oldest", tokens=2_000, cached_tokens=0, stored_tokens=1_500) is oldest
+    assert bench.advisor.advise("oldest", **ASKED) is oldest
     bench.ask()
-    assert bench.advisor.advise("oldest", tokens=2_000, cached_tokens=0, stored_tokens=1_500) is not oldest
+    assert bench.advisor.advise("oldest", **ASKED) is not oldest
 
 
 def test_the_slowest_rank_counts() -> None:
