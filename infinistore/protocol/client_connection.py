@@ -168,7 +168,7 @@ class ClientConnection:
         frame = await self._reader.read_head(descriptors)
         if frame is None:
             self.close()
-            raise StoreUnavailable("the server closed the connection instead of replying")
+            raise StoreUnavailable(_NO_REPLY + (_TO_HELLO if type(request.message) is Hello else ""))
         header, body = frame
         kind = KINDS[header.kind]
         if kind is not REPLIES[type(request.message)] and kind is not ErrorReply:
@@ -262,6 +262,8 @@ class ClientConnection:
         self.state = after
 
 
+_NO_REPLY = "the server closed the connection instead of replying"
+_TO_HELLO = " to the hello; if it does so each time, it may be the original InfiniStore: install infinistore-trio there"
 _WITH_PAYLOAD = (GetReply, LeaseReply, RdmaGetReply)
 
 

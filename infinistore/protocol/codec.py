@@ -400,6 +400,7 @@ HEADER_BYTES = _HEADER.size
 ALIGNMENT_BYTES = 64
 MAGIC = b"INFS"
 _HTTP = b"HTTP"
+_ORIGINAL = (0xDEADBEEF).to_bytes(4, "little")  # how each request of the original InfiniStore begins
 _TLS = (b"\x15\x03", b"\x16\x03")  # how an alert and a handshake begin
 _MAX_DEADLINE_US = 2**63
 SHORT_BODY_BYTES = 1024
@@ -478,6 +479,31 @@ def with_offer(head: bytes, offer: Offer) -> bytes:
     return head[:_OFFER_AT] + offer.to_number().to_bytes(8, "little") + head[HEADER_BYTES:]
 
 
+def check_beginning(data: memoryview) -> None:
+    """Check the first bytes of a frame, however few have arrived.
+
+    Raises:
+        ProtocolError: they are of another protocol, which the error names if it is
+            known, with the remedy.
+    """
+    beginning = bytes(data[:8])
+    magic = beginning[: len(MAGIC)]
+    if len(magic) < len(MAGIC) or magic == MAGIC:
+        return
+    if magic.startswith(_TLS):
+        raise ProtocolError(
+            "the peer speaks TLS, and this end does not; use infinistores:// with a server that has --tls-cert"
+        )
+    if magic == _HTTP:
+        raise ProtocolError("the peer speaks HTTP: this is the port of a management API; use the service port")
+    if magic == _ORIGINAL:
+        raise ProtocolError(
+            "the peer speaks the protocol of the original InfiniStore, and this end does not;"
+            " install infinistore-trio on both and switch clients and servers at the same time"
+        )
+    raise ProtocolError(f"not an InfiniStore frame: it begins with {beginning!r}; is this the right port?")
+
+
 def parse_header(data: memoryview, *, max_body_bytes: int, max_payload_bytes: int) -> Header:
     """Parse the first `HEADER_BYTES` bytes of a frame.
 
@@ -487,13 +513,7 @@ def parse_header(data: memoryview, *, max_body_bytes: int, max_payload_bytes: in
     """
     magic, version, kind, flags, request_id, body_bytes, payload_bytes, deadline_us = _HEADER.unpack_from(data)
     if magic != MAGIC:
-        if magic.startswith(_TLS):
-            raise ProtocolError(
-                "the peer speaks TLS, and this end does not; use infinistores:// with a server that has --tls-cert"
-            )
-        if magic == _HTTP:
-            raise ProtocolError("the peer speaks HTTP: this is the port of a management API; use the service port")
-        raise ProtocolError(f"not an InfiniStore frame: it begins with {bytes(data[:8])!r}; is this the right port?")
+        check_beginning(data)
     if version != MAJOR:
         raise VersionMismatch(
             f"the peer speaks version {version} of the protocol, this side version {MAJOR};"

@@ -3,7 +3,7 @@
 from collections.abc import Callable, Sequence
 
 from infinistore.errors import StoreUnavailable
-from infinistore.protocol.codec import ALIGNMENT_BYTES, HEADER_BYTES, Header, head_bytes, parse_header
+from infinistore.protocol.codec import ALIGNMENT_BYTES, HEADER_BYTES, Header, check_beginning, head_bytes, parse_header
 from infinistore.protocol.effects import Fill, LongBody, Receive, ReceiveDescriptors, Span
 
 READ_AHEAD_BYTES = 68 * 1024
@@ -50,7 +50,9 @@ class FrameReader:
             self._end = await self._next_frame
             if not self._end:
                 return None
-        if self._end - self._start < HEADER_BYTES and not (await self._fill(HEADER_BYTES, descriptors)):
+        if self._end - self._start < HEADER_BYTES and not (
+            await self._fill(HEADER_BYTES, descriptors, check=check_beginning)
+        ):
             return None
         if (head := self.take_head()) is not None:
             return head
@@ -163,8 +165,18 @@ class FrameReader:
                 raise StoreUnavailable(f"the connection ended {count} bytes before the end of a frame")
             count -= got
 
-    async def _fill(self, length: int, descriptors: list[int] | None = None) -> bool:
-        """Read until the buffer has `length` bytes; False at the end of the stream."""
+    async def _fill(
+        self,
+        length: int,
+        descriptors: list[int] | None = None,
+        *,
+        check: Callable[[memoryview], object] | None = None,
+    ) -> bool:
+        """Read until the buffer has `length` bytes; False at the end of the stream.
+
+        `check` sees what is there before each receive: a peer of another protocol may
+        send fewer bytes than a header has, and then wait for a reply.
+        """
         have = self._end - self._start
         if have >= length:
             return True
@@ -172,6 +184,8 @@ class FrameReader:
             self._buffer[:have] = bytes(self._buffer[self._start : self._end])
             self._start, self._end = 0, have
         while self._end - self._start < length:
+            if check is not None:
+                check(self._buffer[self._start : self._end])
             room = [self._buffer[self._end :]]
             idle = self._end == self._start
             count = await (Receive(room, idle) if descriptors is None else ReceiveDescriptors(room, descriptors))

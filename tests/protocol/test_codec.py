@@ -136,6 +136,10 @@ def test_a_header_with_one_bit_wrong_is_refused_or_says_something_else(message: 
             assert after != before
 
 
+ORIGINAL_EXCHANGE = struct.pack("<IcI", 0xDEADBEEF, b"E", 30) + bytes(30)
+"""How a client of the original InfiniStore begins: a header of 9 bytes, and a body."""
+
+
 def test_the_error_for_another_version_names_both_even_if_nothing_else_is_known() -> None:
     other = struct.pack("<4sBBHIIQQ", b"INFS", 9, 200, 0xFFFF, 1, 2**32 - 1, 2**64 - 1, 0)
     with pytest.raises(VersionMismatch, match=f"version 9 .* version {MAJOR};.* same release"):
@@ -149,6 +153,7 @@ def test_the_error_for_another_version_names_both_even_if_nothing_else_is_known(
         (b"HTTP/1.1 400 Bad Request\r\ncontent-length: 0\r\n", "the port of a management API; use the service port"),
         (b"\x16\x03\x01\x02\x00\x01" + bytes(26), "the peer speaks TLS, and this end does not; use infinistores://"),
         (b"\x15\x03\x03\x00\x02" + bytes(27), "the peer speaks TLS"),
+        (ORIGINAL_EXCHANGE, "of the original InfiniStore, and this end does not; install infinistore-trio on both"),
     ],
 )
 def test_the_error_for_another_protocol_says_what_to_look_at(data: bytes, problem: str) -> None:

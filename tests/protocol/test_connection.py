@@ -3,6 +3,7 @@
 """
 
 import random
+import struct
 from collections.abc import Callable, Sequence
 
 import pytest
@@ -294,6 +295,31 @@ def test_a_server_sees_that_the_client_has_left_between_two_requests() -> None:
 def test_a_stream_that_ends_in_the_middle_of_a_frame_is_a_lost_connection(length: int) -> None:
     with pytest.raises(StoreUnavailable, match="in the middle of a frame"):
         Wire(whole_frame(Exists)[:length]).run(server(State.READY).receive())
+
+
+@for_each(
+    beginning=[
+        struct.pack("<IcI", 0xDEADBEEF, b"C", 3) + b"key",
+        b"\x15\x03\x03\x00\x02\x02\x16",
+        b"HTTP/1.1",
+        b"QUIT\r\n",
+    ],
+    pieces=[[1], [5], [2**30]],
+)
+def test_a_peer_of_another_protocol_that_waits_after_a_few_bytes_is_refused_at_once(
+    beginning: bytes, pieces: list[int]
+) -> None:
+    wire = Wire(beginning, pieces)
+    with pytest.raises(ProtocolError, match=r"original InfiniStore|TLS|HTTP|not an InfiniStore frame"):
+        wire.run(server(State.HELLO).receive())
+    assert len(wire.effects) == -(-4 // pieces[0])  # four bytes tell
+
+
+def test_a_server_that_closes_instead_of_answering_the_hello_may_be_the_original() -> None:
+    with pytest.raises(StoreUnavailable, match=r"instead of replying to the hello; .* the original InfiniStore"):
+        Wire().run(client(State.HELLO).request(Hello()))
+    with pytest.raises(StoreUnavailable, match=r"instead of replying$"):
+        Wire().run(client(State.READY).request(Purge()))
 
 
 @for_each(discard=[False, True])
