@@ -1,5 +1,6 @@
 """Stores and engines that several of these tests use."""
 
+import logging
 import socket
 import threading
 from collections.abc import Callable, Iterator
@@ -45,6 +46,16 @@ def opened(server: ServerProcess, tmp_path: Path, monkeypatch: pytest.MonkeyPatc
             return stack.enter_context(open_engine(store.url, tmp_path, monkeypatch, **options))
 
         yield open_one
+
+
+@pytest.fixture
+def told(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """The connector's warnings: vLLM's loggers keep what they get."""
+    lines: list[str] = []
+    monkeypatch.setattr(
+        logging.getLogger("vllm.infinistore"), "warning", lambda text, *given: lines.append(text % given)
+    )
+    return lines
 
 
 @pytest.fixture

@@ -1,6 +1,5 @@
 """The connector in a cluster: vLLM's scheduler, both halves, and three servers."""
 
-import logging
 from contextlib import ExitStack
 from pathlib import Path
 
@@ -48,26 +47,3 @@ def test_a_group_is_on_one_server_and_a_lost_one_leaves_what_is_before_its_group
             assert reader.ask(PROMPT) == [answer_to(PROMPT)]
             assert reader.external()[1] == GROUPS * GROUP + times * lost[0] * GROUP
             reader.settle()
-
-
-def test_a_reset_fails_and_names_the_node_that_may_have_blocks_still(
-    cluster: Cluster, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    from .made_engine import open_engine
-
-    caplog.set_level(logging.WARNING, logger="vllm.infinistore")
-    with open_engine(cluster.url(), tmp_path, monkeypatch, group_tokens=GROUP) as engine:
-        engine.ask(PROMPT)
-        engine.settle()
-        silent, *others = cluster.members
-        silent.stop()
-
-        assert not engine.scheduler.reset_prefix_cache(reset_connector=True)
-
-        (line,) = [message for message in caplog.messages if "may be left" in message]
-        assert silent.address in line
-        assert line.endswith("Start these nodes, or take them out of the cluster, and repeat the reset")
-        assert not any(key.startswith("vllm/") for member in others for key in member.keys())  # noqa: SIM118
-        silent.start()
-        while not engine.scheduler.reset_prefix_cache(reset_connector=True):
-            pass  # until the client knows that it is back

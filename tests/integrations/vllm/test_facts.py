@@ -3,7 +3,6 @@ nothing, and others do.
 """
 
 import json
-import logging
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -155,15 +154,9 @@ def test_a_configuration_that_is_elsewhere_counts(tmp_path: Path) -> None:
     assert differing(engine(tmp_path, LLAMA), given) == {"config"}
 
 
-def test_a_configuration_that_is_gone_is_taken_as_it_is_and_that_is_told(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_configuration_that_is_gone_is_taken_as_it_is_and_that_is_told(tmp_path: Path, told: list[str]) -> None:
     config = engine(tmp_path, LLAMA)
     known = facts_of(config)
-    told: list[str] = []
-    monkeypatch.setattr(
-        logging.getLogger("vllm.infinistore"), "warning", lambda text, *given: told.append(text % given)
-    )
     (tmp_path / "config.json").unlink()
 
     assert facts_of(config) == known

@@ -10,9 +10,8 @@ import copy
 import logging
 import random
 import signal
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack
-from pathlib import Path
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
@@ -21,8 +20,8 @@ import pytest
 from infinistore import blocking
 from infinistore.integrations.internal.prefix_keys import PrefixChain
 from tests.bad_days.servers import ServerProcess, running_server_process
-from tests.integrations.disks import running_server_with_disk
 
+from .conftest import Open
 from .marks import NEEDS_VLLM
 
 if TYPE_CHECKING:
@@ -31,7 +30,6 @@ if TYPE_CHECKING:
 pytestmark = NEEDS_VLLM
 
 BLOCK = 16
-Open = Callable[..., "MadeEngine"]
 
 
 @pytest.fixture
@@ -179,19 +177,6 @@ def test_what_cannot_be_read_is_computed_from_there_on_and_pollutes_no_cache(
     assert late.counted("failed_reads") == 0
 
 
-def test_damage_in_a_common_beginning_reaches_no_request(opened: Open, store: blocking.BlockingStore) -> None:
-    head = prompt(10, 4 * BLOCK)
-    several = [head + prompt(seed, 3 * BLOCK + seed) for seed in (11, 12, 13)]
-    stored_by(opened, *several)
-    for key in store.keys("vllm/"):
-        if hash(key) % 3 == 0:
-            store.put(key, b"too short")
-    engine = opened()
-    assert engine.ask(*several) == answers(*several)
-    engine.settle()
-    assert engine.ask(*several) == answers(*several)
-
-
 def test_a_finished_request_keeps_its_blocks_until_they_are_stored(opened: Open, mortal_server: ServerProcess) -> None:
     known, given_up = prompt(14, 5 * BLOCK + 2), prompt(15, 5 * BLOCK + 2)
     engine = opened(mortal_server)
@@ -239,20 +224,6 @@ def test_shut_down_while_blocks_are_being_written_and_read(opened: Open) -> None
     late.step()
     assert request.num_computed_tokens == 8 * BLOCK
     late.close()
-
-
-def test_a_store_that_dies_in_the_middle_costs_a_computation(opened: Open, mortal_server: ServerProcess) -> None:
-    known = prompt(20, 6 * BLOCK + 1)
-    stored_by(opened, known, store=mortal_server)
-    engine = opened(mortal_server)
-    engine.loads_may_go.clear()
-    request = engine.submit(known)
-    engine.step()
-    mortal_server.kill()
-    engine.loads_may_go.set()
-    assert engine.finish(request) == answers(known)
-    assert engine.ask(prompt(21, 50)) == answers(prompt(21, 50))
-    engine.settle()
 
 
 def test_the_statistics_of_both_halves_reach_vllms_own(opened: Open) -> None:
@@ -397,22 +368,6 @@ def test_a_reset_fails_where_the_store_cannot_be_reached(opened: Open, mortal_se
     engine.settle()
     mortal_server.kill()
     assert not engine.scheduler.reset_prefix_cache(reset_connector=True)
-
-
-@pytest.mark.process
-def test_a_reset_fails_as_long_as_blocks_may_be_on_disk_alone(opened: Open, tmp_path: Path) -> None:
-    with running_server_with_disk(tmp_path) as server, blocking.open_store(server.url) as store:
-        engine = opened(server)
-        engine.ask(prompt(26, 40))
-        engine.settle()
-        blocks = store.keys("vllm/")
-        assert store.flush(blocks) == len(blocks)
-        store.evict(0, 0)
-        assert not engine.scheduler.reset_prefix_cache(reset_connector=True)
-
-        assert store.exists_many(blocks) == [True] * len(blocks)
-        store.purge()
-        assert engine.scheduler.reset_prefix_cache(reset_connector=True)
 
 
 @pytest.mark.process

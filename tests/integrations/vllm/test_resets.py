@@ -3,24 +3,20 @@ a process of its own: `made_engine.py`.
 """
 
 import threading
-from collections.abc import Callable, Iterator
-from typing import TYPE_CHECKING
+from collections.abc import Iterator
 
 import pytest
 
 from infinistore import blocking
 from tests.bad_days.servers import ServerProcess
 
+from .conftest import Open
 from .marks import NEEDS_VLLM
-
-if TYPE_CHECKING:
-    from .made_engine import MadeEngine
 
 pytestmark = NEEDS_VLLM
 
 BLOCK = 16
 PROMPT = list(range(100, 100 + 5 * BLOCK + 1))
-Open = Callable[..., "MadeEngine"]
 
 
 @pytest.fixture

@@ -133,7 +133,7 @@ def test_what_is_on_disk_only_is_read_ahead_as_soon_as_it_is_found(store_with_di
     assert store.exists_many([*found, "other"]).in_memory == len(own)  # not what vLLM has itself, nor anything else
 
 
-def test_a_producer_has_nothing_read_ahead(
+def test_a_producer_reads_nothing_and_nothing_ahead_and_writes_what_the_store_lacks(
     store_with_disk: blocking.BlockingStore, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     fill(store_with_disk, 3)
@@ -249,16 +249,6 @@ def deep(layers: int, shards: int) -> tuple[BlockNames, tuple[LayerGroup, ...]]:
     )
 
 
-def test_a_block_counts_only_if_every_layer_and_shard_of_it_is_there(store: blocking.BlockingStore) -> None:
-    names = make_names(shards=2)
-    keys = fill(store, 5, names)
-    request = MadeRequest.of(TOKENS)
-
-    store.delete([keys[3 * names.keys_per_block + 1]])
-
-    assert make_scheduler(store, names).loadable_tokens(request, 0) == 3 * BLOCK_TOKENS
-
-
 def test_blocks_of_another_model_or_salt_are_not_found(store: blocking.BlockingStore) -> None:
     fill(store, 5)
 
@@ -267,14 +257,6 @@ def test_blocks_of_another_model_or_salt_are_not_found(store: blocking.BlockingS
 
     assert make_scheduler(store, make_names(dtype="float16")).loadable_tokens(MadeRequest.of(TOKENS), 0) == 0
     assert make_scheduler(store, extra=salted).loadable_tokens(MadeRequest.of(TOKENS), 0) == 0
-
-
-def test_a_producer_reads_nothing_and_writes_what_the_store_lacks(store: blocking.BlockingStore) -> None:
-    fill(store, 3)
-    scheduler, request = make_scheduler(store, reads=False), MadeRequest.of(TOKENS)
-
-    assert start(scheduler, request) == 0
-    assert [save.blocks.block_ids for save in run(scheduler, request, 22).saves] == [[13, 14]]
 
 
 def test_a_consumer_writes_nothing(store: blocking.BlockingStore) -> None:

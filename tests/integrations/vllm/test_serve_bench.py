@@ -68,25 +68,6 @@ def test_signals_end_everything_that_was_started(tmp_path: Path) -> None:
     assert processes_with(mark) == []
 
 
-@pytest.mark.parametrize(
-    ("wrong", "message"),
-    [
-        (("--tokens", "63"), "--tokens: from 64 to 7900, not 63"),
-        (("--prompts", "0"), "--prompts: from 1 to 1000, not 0"),
-        (("--hidden", "100"), "--hidden: a multiple of 64"),
-        (("--limit", "0"), "--limit and --overhead-minutes: more than 0 minutes"),
-        (("--overhead-minutes", "-1"), "--limit and --overhead-minutes: more than 0 minutes"),
-        (("--ways", "nothing"), "invalid choice: 'nothing'"),
-        (("--json", "--markdown"), "--markdown: not allowed with argument --json"),
-    ],
-)
-def test_what_cannot_be_measured_is_refused(wrong: tuple[str, ...], message: str) -> None:
-    done = subprocess.run(command(*wrong), capture_output=True, text=True, check=False)
-
-    assert done.returncode == 2
-    assert message in done.stderr
-
-
 def processes_with(mark: str) -> list[str]:
     """The processes whose environment has this, other than this test."""
     found = []

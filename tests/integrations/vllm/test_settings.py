@@ -16,12 +16,6 @@ from infinistore.integrations.vllm.settings import ConnectorSettings
 from .halves import make_names
 
 
-def test_a_url_is_enough() -> None:
-    settings = ConnectorSettings.from_extra_config({"url": "tcp://host:1"})
-
-    assert settings == ConnectorSettings(url="tcp://host:1")
-
-
 @pytest.mark.parametrize(
     ("given", "complaint"),
     [

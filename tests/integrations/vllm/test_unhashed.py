@@ -1,6 +1,5 @@
 """Requests with images that vLLM has no hash of, which are neither read nor saved."""
 
-import logging
 from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
@@ -23,16 +22,6 @@ pytestmark = NEEDS_VLLM
 BLOCK = 16
 TOKENS = [5] * 4 + [1999] * 40 + list(range(100, 121))
 HASH = "0f" * 32
-
-
-@pytest.fixture
-def told(monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """Warnings, from here on."""
-    lines: list[str] = []
-    monkeypatch.setattr(
-        logging.getLogger("vllm.infinistore"), "warning", lambda text, *given: lines.append(text % given)
-    )
-    return lines
 
 
 def name_of_the_first_image(*, caching: bool = False, cache_gb: float = 0) -> str | None:

@@ -15,6 +15,7 @@ import pytest
 
 from infinistore.integrations.internal.weights import identity_of_files
 
+from .conftest import Open
 from .marks import NEEDS_VLLM
 
 if TYPE_CHECKING:
@@ -22,7 +23,6 @@ if TYPE_CHECKING:
 
 pytestmark = NEEDS_VLLM
 
-Open = Callable[..., "MadeEngine"]
 PROMPT = list(range(2, 50))
 
 
@@ -93,12 +93,10 @@ def test_an_adapter_is_what_is_in_its_files_whatever_it_is_called(opened: Open, 
 
 @pytest.mark.parametrize("how", ["the files change", "another path has its number", "it is replaced in place", "gone"])
 def test_requests_with_an_adapter_that_is_replaced_while_the_engine_runs_are_computed_and_that_is_told_once(
-    opened: Open, tmp_path: Path, how: str, monkeypatch: pytest.MonkeyPatch
+    opened: Open, tmp_path: Path, how: str, told: list[str]
 ) -> None:
     folder, other = make_adapter(tmp_path / "sql"), make_adapter(tmp_path / "other", "other")
     assert hits(opened, adapter=adapter(folder)) == hits(opened, adapter=adapter(other)) == 0
-    told: list[str] = []
-    monkeypatch.setattr(logging.getLogger("vllm.infinistore"), "warning", lambda *given: told.append(str(given)))
     engine = opened(caching=False)
     engine.finish(engine.submit(PROMPT, adapter=adapter(folder)))
     assert engine.external()[1] == 48

@@ -80,12 +80,6 @@ def test_blocks_come_back_in_other_places_and_nothing_else_changes(store: blocki
         assert torch.equal(target[name][others], before[name][others])
 
 
-def test_a_block_has_one_value_for_each_layer(store: blocking.BlockingStore) -> None:
-    written(store, make_cache(1))
-
-    assert sorted(store.keys()) == sorted(make_names().all_keys(HASHES))
-
-
 @pytest.mark.parametrize(("ttl_s", "there"), [(None, 4), (3600.0, 4), (1e-6, 0)])
 def test_blocks_end_after_the_time_that_is_set(store: blocking.BlockingStore, ttl_s: float | None, there: int) -> None:
     written(store, make_cache(1), ttl_s=ttl_s)
@@ -324,26 +318,51 @@ def test_steps_without_a_store_keep_nothing_of_what_was_computed(gone: blocking.
     delivering.close()
 
 
+class Away:
+    """Writes fail until `ends`."""
+
+    def __init__(self, store: blocking.BlockingStore, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.ends = threading.Event()
+        put = store.put_batch
+
+        def failing(*arguments: Any, **options: Any) -> list[str]:
+            if not self.ends.is_set():
+                raise StoreUnavailable("gone")
+            return put(*arguments, **options)
+
+        monkeypatch.setattr(store, "put_batch", failing)
+
+
 def test_after_a_write_that_failed_the_next_is_written(
     store: blocking.BlockingStore, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    put = store.put_batch
-    away = threading.Event()
-    away.set()
-
-    def failing(*arguments: Any, **options: Any) -> list[str]:
-        if away.is_set():
-            raise StoreUnavailable("gone")
-        return put(*arguments, **options)
-
-    monkeypatch.setattr(store, "put_batch", failing)
+    away = Away(store, monkeypatch)
     worker = make_worker(store, make_cache(1), delivers=True)
 
     save(worker, SAVE)
-    away.clear()
+    away.ends.set()
     save(worker, attrs.evolve(SAVE, saves=[Save("w", Blocks(["ee"], [2]))]))
 
     assert store.exists_many(make_names().all_keys(["ee"])) == [True] * 3
+    worker.close()
+
+
+def test_after_a_layer_that_failed_those_behind_it_are_written(
+    store: blocking.BlockingStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    away = Away(store, monkeypatch)
+    worker = make_worker(store, make_cache(1))
+    worker.begin(attrs.evolve(SAVE, computes=True))
+    worker.save_layer(LAYERS[0])
+    while not worker.writer.statistics().failed_writes:
+        pass
+    away.ends.set()
+    for name in LAYERS[1:]:
+        worker.save_layer(name)
+    worker.end_saves()
+    wait_for(worker, sent="w")
+
+    assert store.exists_many(make_names().all_keys(HASHES)) == [False, True, True] * 4
     worker.close()
 
 
