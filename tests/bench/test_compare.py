@@ -1,7 +1,6 @@
 """What `bench/compare.py` makes of what it measured, and of stores that fail."""
 
 import io
-import sys
 from collections.abc import Mapping
 from contextlib import ExitStack
 from pathlib import Path
@@ -12,16 +11,14 @@ import pytest
 from rich.console import Console
 
 pytest.importorskip("numpy")
-BENCH = Path(__file__).parents[2] / "bench"
-sys.path.append(str(BENCH))
-import compare  # noqa: E402
-from machine import Machine  # noqa: E402
-from peers import original  # noqa: E402
-from peers.report import Run, markdown  # noqa: E402
-from peers.systems import SYSTEMS, Server, servers  # noqa: E402
-from peers.wanted import Wanted, reached, wanted  # noqa: E402
-from peers.work import KIB, MIB, SHAPES, Result, Shape, read_results  # noqa: E402
-from recorded import Record  # noqa: E402
+import compare
+from machine import Machine
+from peers import original
+from peers.report import Run, markdown
+from peers.systems import SYSTEMS, Server, servers
+from peers.wanted import Wanted, reached, wanted
+from peers.work import KIB, MIB, SHAPES, Result, Shape, read_results
+from recorded import Record
 
 SMALL, MEDIUM, BATCH = Shape(1, 4 * KIB), Shape(1, 64 * KIB), Shape(64, 64 * KIB)
 BY_NAME = {system.name: system for system in SYSTEMS}

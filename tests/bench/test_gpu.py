@@ -3,7 +3,6 @@ report is gone on with, and its tables say what was not run.
 """
 
 import json
-import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -11,7 +10,6 @@ from typing import Any
 import pytest
 import torch
 
-sys.path.append(str(Path(__file__).parents[2] / "bench"))
 import gpu
 from gpu_report import LENGTHS, PARTS, Report, markdown, missed, why_not
 

@@ -5,15 +5,12 @@ cut off, and says what failed.
 import json
 import re
 import subprocess
-import sys
 import tomllib
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-sys.path.append(str(Path(__file__).parents[2] / "bench"))
-sys.path.append(str(Path(__file__).parents[2] / "scripts"))
 import gpu_machine
 import luggage
 from gpu_report import PARTS, Report

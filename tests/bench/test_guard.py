@@ -8,9 +8,9 @@ from pathlib import Path
 
 import pytest
 
+from guard import Counts, compare, surcharges
+
 PROJECT = Path(__file__).parents[2]
-sys.path.append(str(PROJECT / "bench"))
-from guard import Counts, compare, surcharges  # noqa: E402
 
 needs_valgrind = pytest.mark.skipif(shutil.which("valgrind") is None, reason="valgrind is not installed")
 

@@ -1,11 +1,7 @@
 """What is measured is marked, and shown in tables, where it is not as it should be."""
 
-import sys
-from pathlib import Path
-
 import pytest
 
-sys.path.append(str(Path(__file__).parents[2] / "bench"))
 import scale
 import server_cost
 import waiting

@@ -6,10 +6,8 @@ from pathlib import Path
 import pytest
 import trio
 
-BENCH = Path(__file__).parents[2] / "bench"
-sys.path.append(str(BENCH))
-import programs  # noqa: E402
-from programs import ProgramError, running  # noqa: E402
+import programs
+from programs import ProgramError, running
 
 # The child removes a file when its parent has ended, as Python's process does that
 # knows of shared memory.

@@ -6,7 +6,6 @@ like those of a published trace, and that the simulation itself is right.
 
 import json
 import os
-import sys
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -15,10 +14,8 @@ import pytest
 from infinistore.errors import ConfigError
 from infinistore.scheduling import RoundRobin
 from infinistore.traces import TracedRequest, read_trace
-from tests.tables import for_each
-
-sys.path.append(str(Path(__file__).parents[2] / "bench"))
 from routing import Fleet, Outcome, Simulation, at_load, generate, main, policy_of
+from tests.tables import for_each
 
 POLICIES = (
     *("soonest", "least-work", "round-robin", "two-choices", "least-requests", "least-tokens", "cache-aware"),

@@ -2,14 +2,10 @@
 number changes.
 """
 
-import sys
-from pathlib import Path
-
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-sys.path.append(str(Path(__file__).parents[2] / "bench"))
 import scaling
 
 

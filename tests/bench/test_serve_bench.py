@@ -7,12 +7,12 @@ from pathlib import Path
 
 import pytest
 
-sys.path.append(str(Path(__file__).parents[2] / "bench"))
 import serve_bench
 from serve_bench import as_json, as_markdown, parse
 from serve_wanted import WANTED, misses
 from serve_ways import WAYS, Outcome, Row
 from served import Round
+from tests.tables import for_each
 
 
 def made_round(ttft_s: float, hit_tokens: int) -> Round:
@@ -67,6 +67,25 @@ def test_a_check_of_nothing_is_refused(capsys: pytest.CaptureFixture[str]) -> No
     with pytest.raises(SystemExit):
         parse(["--check", "--ways", "kill", "pair"])
     assert "of connector, lmcache, windows, overhead" in capsys.readouterr().err
+
+
+@for_each(
+    case=[
+        ("--tokens 63", "--tokens: from 64 to 7900, not 63"),
+        ("--prompts 0", "--prompts: from 1 to 1000, not 0"),
+        ("--hidden 100", "--hidden: a multiple of 64"),
+        ("--limit 0", "--limit and --overhead-minutes: more than 0 minutes"),
+        ("--overhead-minutes -1", "--limit and --overhead-minutes: more than 0 minutes"),
+        ("--ways nothing", "invalid choice: 'nothing'"),
+        ("--json --markdown", "--markdown: not allowed with argument --json"),
+    ]
+)
+def test_what_cannot_be_measured_is_refused(capsys: pytest.CaptureFixture[str], case: tuple[str, str]) -> None:
+    words, message = case
+    with pytest.raises(SystemExit) as ended:
+        parse(words.split())
+    assert ended.value.code == 2
+    assert message in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(("arguments", "status"), [([], 0), (["--check"], 1)])

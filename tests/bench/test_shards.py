@@ -3,16 +3,13 @@ on.
 """
 
 import json
-import sys
 from pathlib import Path
 
 import pytest
 
-BENCH = Path(__file__).parents[2] / "bench"
-sys.path.append(str(BENCH))
-import shards  # noqa: E402
-from machine import Machine, this_machine  # noqa: E402
-from recorded import Record, RecordError  # noqa: E402
+import shards
+from machine import Machine, this_machine
+from recorded import Record, RecordError
 
 
 def machine(cores: int, nodes: int = 1) -> Machine:

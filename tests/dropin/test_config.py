@@ -76,13 +76,6 @@ def test_a_client_that_cannot_work_is_refused(setting: str, value: Any, problem:
         infinistore.InfinityConnection(config)
 
 
-def test_a_client_that_names_no_store_is_refused() -> None:
-    with pytest.raises(ConfigError, match="connection_type"):
-        ClientConfig().verify()
-    with pytest.raises(ConfigError, match="host_addr"):
-        ClientConfig(connection_type=infinistore.TYPE_TCP).verify()
-
-
 @pytest.mark.parametrize(
     ("settings", "url"),
     [
