@@ -67,20 +67,6 @@ def test_blocks_of_two_arenas_never_touch(pool: Pool) -> None:
     assert len(pool.merged_views([(0, 0, 64), (1, 64, 64), (1, 0, 64)])) == 3
 
 
-def test_a_batch_in_one_piece_is_one_view(pool: Pool) -> None:
-    extents = pool.allocate([128] * 8)
-    assert extents is not None
-    assert [len(view) for view in pool.merged_views(extents)] == [1024]
-    pool.free(extents)
-
-
-def test_blocks_shorter_than_their_footprint_do_not_touch(pool: Pool) -> None:
-    extents = pool.allocate([100, 100])
-    assert extents is not None
-    assert len(pool.merged_views(extents)) == 2
-    pool.free(extents)
-
-
 def test_used_bytes_are_footprints(pool: Pool) -> None:
     extents = pool.allocate([1, 64, 65])
     assert extents is not None

@@ -12,7 +12,7 @@ from infinistore.core.hand_over import export
 from infinistore.errors import LimitExceeded, OutOfMemory
 from tests.core.conftest import FakeClock
 from tests.core.test_journal import told
-from tests.core.test_store import MakeCore, blocks, get, put
+from tests.core.test_store import MakeCore, blocks, put
 
 
 def put_for(core: StoreCore, ttl_s: float, values: dict[str, bytes]) -> None:
@@ -48,13 +48,6 @@ def test_a_key_is_missing_from_the_moment_its_time_is_over(core: StoreCore, cloc
     assert LOOKS[look](core)
     assert core.statistics().expired == 1
     assert core.statistics().used_bytes == 0
-
-
-def test_a_key_is_there_until_its_time_is_over(core: StoreCore, clock: FakeClock) -> None:
-    put_for(core, 5.0, blocks("k"))
-    clock.now += 4.5
-    assert core.exists(["k"]) == b"\1"
-    assert core.retention.times_left(["k", "missing"]) == [0.5, 0.0]
 
 
 def test_what_has_ended_makes_room_before_anything_is_evicted(
@@ -134,20 +127,6 @@ def test_the_journal_tells_that_a_key_is_gone_before_and_after(make_core: MakeCo
 # Pins
 
 
-def test_a_protected_key_is_not_evicted(make_core: MakeCore) -> None:
-    core = make_core(limits=CoreLimits(max_protected_ratio=0.25))
-    client = core.open_client("a")
-    put(core, client, {"kept": b"k" * 1024})
-    assert core.retention.protect(["kept", "missing"]) == b"\1\0"
-    for number in range(20):
-        put(core, client, {f"{number}": b"x" * 1024})
-    assert get(core, client, "kept") == [b"k" * 1024]
-    assert core.evict(0.0, 0.0) == 3
-    assert core.keys() == ["kept"]
-    assert core.retention.unprotect(["kept", "missing"]) == b"\1\0"
-    assert core.evict(0.0, 0.0) == 1
-
-
 def test_pins_over_the_bound_are_refused_and_change_nothing(make_core: MakeCore) -> None:
     core = make_core(limits=CoreLimits(max_protected_ratio=0.25))
     client = core.open_client("a")
@@ -158,43 +137,6 @@ def test_pins_over_the_bound_are_refused_and_change_nothing(make_core: MakeCore)
     assert core.statistics().protected_keys == 1
     assert core.retention.protect(["a", "b", "b"]) == b"\1\1\1"
     assert core.statistics().protected_bytes == core.statistics().pinned_bytes == 1024
-
-
-def test_a_protected_key_that_is_put_again_stays_so_within_the_bound(make_core: MakeCore) -> None:
-    core = make_core(limits=CoreLimits(max_protected_ratio=0.25))
-    client = core.open_client("a")
-    put(core, client, {"k": b"a" * 512})
-    core.retention.protect(["k"])
-    put(core, client, {"k": b"b" * 1024})
-    assert core.statistics().protected_bytes == 1024
-    put(core, client, {"k": b"c" * 1025})
-    assert core.statistics().protected_keys == core.statistics().pinned_bytes == 0
-
-
-@pytest.mark.parametrize("how", ["delete", "purge", "end"])
-def test_a_protected_key_that_is_gone_leaves_nothing(core: StoreCore, clock: FakeClock, how: str) -> None:
-    put_for(core, 5.0, blocks("k"))
-    core.retention.protect(["k"])
-    if how == "end":
-        clock.now += 5.0
-    else:
-        assert (core.delete(["k"]) if how == "delete" else core.purge()) == 1
-    statistics = core.statistics()
-    assert (statistics.protected_keys, statistics.protected_bytes, statistics.used_bytes) == (0, 0, 0)
-    put(core, core.open_client("a"), blocks("k"))
-    assert core.statistics().protected_keys == 0
-
-
-def test_protection_with_a_time_ends_by_itself(core: StoreCore, clock: FakeClock) -> None:
-    put(core, core.open_client("a"), {"k": b"k" * 1024})
-    assert core.retention.protect(["k", "missing"], 5.0) == b"\1\0"
-    clock.now += 4.5
-    assert core.evict(0.0, 0.0) == 0
-    clock.now += 0.5
-    assert core.statistics().protected_keys == core.statistics().pinned_bytes == 0
-    assert core.keys() == ["k"]
-    assert core.retention.unprotect(["k"]) == b"\0"
-    assert core.evict(0.0, 0.0) == 1
 
 
 @pytest.mark.parametrize(("first", "then", "ends"), [(5, 9, 9), (9, 5, 9), (5, 0, 0), (0, 5, 0), (5, 5, 5)])

@@ -208,20 +208,6 @@ def test_a_lease_reply_has_a_payload_only_if_nothing_is_leased(lease: int, paylo
     assert type(caught) is ProtocolError
 
 
-@for_each(state=[State.PAYLOAD, State.REPLYING, State.SENDING, State.CLOSED])
-def test_a_server_does_not_listen_before_it_has_replied_or_after_the_end(state: State) -> None:
-    with pytest.raises(LocalProtocolError):
-        Wire(whole_frame(Purge)).run(server(state).receive())
-
-
-@for_each(state=[state for state in SERVER if state is not State.REPLYING])
-def test_a_server_replies_only_to_a_request_that_has_arrived_whole(state: State) -> None:
-    wire = Wire()
-    with pytest.raises(LocalProtocolError):
-        wire.run(server(state).reply(ErrorReply(1, "")))
-    assert not wire.sent
-
-
 @for_each(request_kind=REQUEST_KINDS)
 def test_a_server_answers_with_the_reply_that_belongs_to_the_request(request_kind: type[Request]) -> None:
     for kind in MESSAGE_KINDS:
@@ -448,14 +434,6 @@ def test_a_payload_in_pieces_is_gathered_if_it_is_short(length: int, sizes: list
     assert following is not None and following.message == Exists(Keys(["k"]))
 
 
-def test_a_client_that_has_said_hello_may_send_long_bodies() -> None:
-    connection = server(State.READY)
-    exists = Exists(Keys([f"{index:01000}" for index in range(1000)]))
-    received = Wire(frame(exists)).run(connection.receive())
-    assert received is not None
-    assert received.message == exists
-
-
 # What a client hears
 
 
@@ -547,14 +525,6 @@ def test_the_payload_of_a_get_reply_is_what_its_sizes_add_up_to(sizes: list[int]
     assert not usable(connection)
 
 
-def test_a_reply_without_present_blocks_leaves_the_client_ready() -> None:
-    connection = client(State.READY)
-    Wire(frame(GetReply(pack_u64([MISSING]), pack_u64()), request_id=2)).run(
-        connection.request(Get(ONE_KEY, pack_u64()))
-    )
-    assert connection.state is State.READY
-
-
 def test_the_payload_of_a_reply_goes_where_it_is_wanted() -> None:
     connection = client(State.READY)
     wire = Wire(frame(GetReply(pack_u64([2, 3]), pack_u64()), b"abcde", request_id=2))
@@ -570,13 +540,6 @@ def test_room_of_another_size_than_the_payload_is_refused() -> None:
     connection = client(State.PAYLOAD)
     with pytest.raises(ProtocolError, match="a payload of 5 bytes where the sizes say 4"):
         Wire(PAYLOAD).run(connection.read_payload([memoryview(bytearray(4))]))
-
-
-def test_a_server_that_closes_instead_of_replying_is_unavailable() -> None:
-    connection = client(State.READY)
-    error = run_until_error(Wire(), connection, Purge())
-    assert type(error) is StoreUnavailable
-    assert connection.state is State.CLOSED
 
 
 def test_request_ids_count_up_and_skip_zero_when_they_wrap() -> None:
