@@ -26,9 +26,7 @@ def ends_of(files: Files) -> tuple[TlsSession, TlsSession]:
     return client, TlsSession(server_context(files.cert, files.key), "the client")
 
 
-def carry(sender: TlsSession, receiver: TlsSession) -> None:
-    """Bring what one end has to send to the other."""
-    data = sender.take()
+def deliver(data: bytes | bytearray | memoryview, receiver: TlsSession) -> None:
     while data:
         room = receiver.room(0)
         count = min(len(room), len(data))
@@ -42,10 +40,10 @@ def shaken(files: Files) -> tuple[TlsSession, TlsSession]:
     while not (client.established and server.established):
         if not client.established:
             client.handshake()
-        carry(client, server)
+        deliver(client.take(), server)
         if not server.established:
             server.handshake()
-        carry(server, client)
+        deliver(server.take(), client)
     return client, server
 
 
@@ -108,8 +106,7 @@ async def test_a_stream_that_is_half_closed_receives_on(files: Files) -> None:
 def test_the_end_keeps_what_was_not_read(files: Files) -> None:
     client, server = shaken(files)
     data = server.encrypt(Span([memoryview(b"answer")]))
-    client.room(0)[: len(data)] = data
-    client.received(len(data))
+    deliver(data, client)
     assert client.end()
     target = bytearray(10)
     assert client.decrypt_into([memoryview(target)]) == 6
@@ -147,9 +144,9 @@ def test_a_certificate_that_strict_clients_refuse_is_said_to_need_issuing_again(
     client = TlsSession(context, "the server", host_name="localhost")
     server = TlsSession(server_context(files.cert, files.key), "the client")
     client.handshake()
-    carry(client, server)
+    deliver(client.take(), server)
     server.handshake()
-    carry(server, client)
+    deliver(server.take(), client)
     with pytest.raises(TlsFailed) as raised:
         client.handshake()
     assert "the server is not as RFC 5280 asks: Missing Authority Key Identifier" in str(raised.value)
@@ -160,8 +157,7 @@ def test_a_changed_byte_is_an_error_and_no_data(files: Files) -> None:
     client, server = shaken(files)
     data = bytearray(server.encrypt(Span([memoryview(b"value" * 10)])))
     data[20] ^= 1
-    client.room(0)[: len(data)] = data
-    client.received(len(data))
+    deliver(data, client)
     with pytest.raises(TlsFailed, match="TLS with the server failed"):
         client.decrypt_into([memoryview(bytearray(100))])
 
@@ -187,8 +183,7 @@ def test_what_tls_says_for_itself_is_nothing_to_read(files: Files) -> None:
     client, server = shaken(files)
     assert client.is_quiet()
     data = server.encrypt(Span([memoryview(b"x")]))
-    client.room(0)[: len(data)] = data
-    client.received(len(data))
+    deliver(data, client)
     assert not client.is_quiet()
     target = bytearray(2)
     assert client.decrypt_into([memoryview(target)]) == 1  # and it is still there

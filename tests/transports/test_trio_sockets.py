@@ -1,8 +1,10 @@
 """Sockets under Trio: nothing is lost, nothing is left open, nobody starves."""
 
 import socket
+from collections.abc import AsyncIterator
 from contextlib import suppress
 from pathlib import Path
+from typing import TypeAlias
 
 import pytest
 import trio
@@ -18,9 +20,15 @@ KIB = 1024
 MIB = 1024 * 1024
 
 
-def pair() -> tuple[SocketStream, SocketStream]:
-    left, right = socket.socketpair()
-    return SocketStream(left), SocketStream(right)
+Pair: TypeAlias = tuple[SocketStream, SocketStream]
+
+
+@pytest.fixture
+async def pair() -> AsyncIterator[Pair]:
+    left, right = map(SocketStream, socket.socketpair())
+    yield left, right
+    left.close()
+    right.close()
 
 
 def pattern(length: int) -> bytes:
@@ -37,64 +45,57 @@ async def receive_exactly(stream: SocketStream, length: int) -> bytes:
     return bytes(data)
 
 
-async def test_more_views_than_one_system_call_takes_arrive_in_order() -> None:
-    left, right = pair()
+async def test_more_views_than_one_system_call_takes_arrive_in_order(pair: Pair) -> None:
+    left, right = pair
     data = pattern(64 * KIB)
     views = [memoryview(data)[start : start + 16] for start in range(0, len(data), 16)]
     assert len(views) == 4096
     async with trio.open_nursery() as nursery:
         nursery.start_soon(left.send_all, views)
         assert await receive_exactly(right, len(data)) == data
-    left.close()
-    right.close()
 
 
-async def test_a_unix_socket_takes_more_than_by_default_while_nobody_reads() -> None:
+async def test_a_unix_socket_takes_more_than_by_default_while_nobody_reads(pair: Pair) -> None:
     plain, other = socket.socketpair()
     by_default = plain.getsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF)
-    left, right = pair()
+    left, right = pair
     taken = 0
     with suppress(BlockingIOError):
         while True:
             taken += left.socket.send(bytes(64 * KIB))
     assert taken > by_default
     assert await receive_exactly(right, taken) == bytes(taken)
-    for stream in (plain, other, left, right):
-        stream.close()
+    plain.close()
+    other.close()
 
 
-async def test_received_bytes_fill_the_views_from_the_front() -> None:
-    left, right = pair()
+async def test_received_bytes_fill_the_views_from_the_front(pair: Pair) -> None:
+    left, right = pair
     await left.send_all([memoryview(b"abcdef")])
     first, second = bytearray(4), bytearray(4)
     assert await right.receive_into([memoryview(first), memoryview(second)]) == 6
     assert bytes(first + second) == b"abcdef\0\0"
-    left.close()
-    right.close()
 
 
-async def test_the_end_of_a_stream_is_zero_bytes_after_what_was_sent() -> None:
-    left, right = pair()
+async def test_the_end_of_a_stream_is_zero_bytes_after_what_was_sent(pair: Pair) -> None:
+    left, right = pair
     await left.send_all([memoryview(b"last")])
     await left.send_eof()
     assert await receive_exactly(right, 4) == b"last"
     assert await right.receive_into([memoryview(bytearray(4))]) == 0
     await right.send_all([memoryview(b"and back")])
     assert await receive_exactly(left, 8) == b"and back"
-    left.close()
-    right.close()
 
 
-async def test_sending_to_a_peer_that_has_gone_is_an_error() -> None:
-    left, right = pair()
+async def test_sending_to_a_peer_that_has_gone_is_an_error(pair: Pair) -> None:
+    left, right = pair
     right.close()
     with pytest.raises(StoreUnavailable):
         await left.send_all([memoryview(bytes(MIB))])
-    left.close()
 
 
-async def test_closing_wakes_who_waits_on_either_side() -> None:
-    left, right = pair()
+async def test_closing_wakes_who_waits_on_either_side(pair: Pair) -> None:
+    left, right = pair
     seen: list[object] = []
 
     async def receive(stream: SocketStream) -> None:
@@ -118,11 +119,11 @@ async def test_closing_wakes_who_waits_on_either_side() -> None:
         await left.send_all([memoryview(b"x")])
 
 
-async def test_a_cancelled_receive_loses_no_bytes() -> None:
+async def test_a_cancelled_receive_loses_no_bytes(pair: Pair) -> None:
     """Cancelled at any time, what it has not returned is still there for the
     next one.
     """
-    left, right = pair()
+    left, right = pair
     data = pattern(2 * MIB)
     received = bytearray()
     cancelled = 0
@@ -150,12 +151,10 @@ async def test_a_cancelled_receive_loses_no_bytes() -> None:
             await trio.lowlevel.checkpoint()
     assert cancelled
     assert received == data
-    left.close()
-    right.close()
 
 
-async def test_a_busy_stream_lets_others_run() -> None:
-    left, right = pair()
+async def test_a_busy_stream_lets_others_run(pair: Pair) -> None:
+    left, right = pair
     others = 0
     done = False
 
@@ -173,12 +172,10 @@ async def test_a_busy_stream_lets_others_run() -> None:
             await right.receive_into([memoryview(reply)])
         done = True
     assert others > 10
-    left.close()
-    right.close()
 
 
-async def test_an_idle_stream_is_stale_when_the_peer_spoke_or_left() -> None:
-    left, right = pair()
+async def test_an_idle_stream_is_stale_when_the_peer_spoke_or_left(pair: Pair) -> None:
+    left, right = pair
     assert not left.is_stale()
     await right.send_all([memoryview(b"unasked")])
     assert left.is_stale()
@@ -269,9 +266,9 @@ async def test_a_closed_listener_ends_its_accept() -> None:
 
 
 async def test_a_wait_is_given_up_at_its_deadline_and_the_stream_goes_on(
-    autojump_clock: trio.testing.MockClock,
+    autojump_clock: trio.testing.MockClock, pair: Pair
 ) -> None:
-    left, right = pair()
+    left, right = pair
     start = trio.current_time()
     with pytest.raises(TimeoutError):
         await right.receive_into([memoryview(bytearray(1))], start + 5)
@@ -281,13 +278,12 @@ async def test_a_wait_is_given_up_at_its_deadline_and_the_stream_goes_on(
     assert trio.current_time() == start + 8
     left.close()
     assert await right.receive_into([memoryview(bytearray(1))], start + 9) == 1
-    right.close()
 
 
 async def test_descriptors_that_are_not_taken_in_time_are_given_up_like_bytes(
-    autojump_clock: trio.testing.MockClock,
+    autojump_clock: trio.testing.MockClock, pair: Pair
 ) -> None:
-    left, right = pair()
+    left, right = pair
     with pytest.raises(TimeoutError):
         await left.send_all([memoryview(bytes(64 * MIB))], 5)
     with pytest.raises(TimeoutError):
@@ -297,8 +293,6 @@ async def test_descriptors_that_are_not_taken_in_time_are_given_up_like_bytes(
     with pytest.raises(TimeoutError):
         await left.receive_descriptors([memoryview(bytearray(1))], [], trio.current_time() + 5)
     assert trio.current_time() == 20
-    left.close()
-    right.close()
 
 
 async def descriptors_beside(data: bytes, descriptor: int) -> None:
