@@ -117,11 +117,7 @@ def test_status_as_json_has_what_the_table_has(cluster: Cluster, ask: Answer) ->
     for node, member in zip(document["nodes"], sorted(cluster.members, key=lambda one: one.address), strict=True):
         assert member.server is not None
         assert node["instance"] == member.server.server.telemetry.instance
-        assert (node["capacity_bytes"], node["answers"], node["problem"]) == (
-            member.core.pool.capacity_bytes,
-            True,
-            "",
-        )
+        assert (node["capacity_bytes"], node["answers"], node["problem"]) == (member.core.pool.capacity_bytes, True, "")
 
 
 def test_a_node_that_does_not_answer_is_a_row_and_exit_code_1(cluster: Cluster, ask: Answer, nobody: str) -> None:
@@ -223,10 +219,7 @@ def test_a_cluster_in_etcd_is_shown_and_purged(ask: Answer, tmp_path: Path) -> N
     etcd = Etcd(tmp_path)
     try:
         code, _, errors = ask("purge", "--yes", etcd.url)
-        assert (code, errors) == (
-            2,
-            "infinistore: etcd knows no cluster 'test': no server has registered there yet\n",
-        )
+        assert (code, errors) == (2, "infinistore: etcd knows no cluster 'test': no server has registered there yet\n")
         with running_cluster(2, cluster=etcd.url, node_warm_up_s=0) as cluster:
             nodes = _until_there_are(2, ask, etcd.url)
             assert {node["id"] for node in nodes} == {member.address for member in cluster.members}

@@ -13,12 +13,7 @@ from hypothesis import strategies as st
 
 from infinistore.addresses import default_socket_path, is_loopback
 from infinistore.client.options import make_options
-from infinistore.config import (
-    ServerConfig,
-    load_server_config,
-    misspelt_variables,
-    server_settings,
-)
+from infinistore.config import ServerConfig, load_server_config, misspelt_variables, server_settings
 from infinistore.errors import ConfigError
 from infinistore.secret_files import read_token
 from infinistore.sizes import GIB, KIB, MIB
@@ -233,12 +228,7 @@ def test_the_default_pool_is_at_most_16_gib_and_at_most_half_of_the_memory() -> 
         ({"prealloc_size": "17179869184"}, {}, "", "a number without a unit is in GB"),
         ({"prealloc_size": "0"}, {}, "", "--prealloc-size 0: must be between 64KiB and 1PiB"),
         ({"minimal_allocate_size": "100B"}, {}, "", "--minimal-allocate-size 100B: must be a multiple of 64B"),
-        (
-            {"evict_interval": "nan"},
-            {},
-            "",
-            "--evict-interval nan: must be a number of seconds between 0.001",
-        ),
+        ({"evict_interval": "nan"}, {}, "", "--evict-interval nan: must be a number of seconds between 0.001"),
         (
             {"evict_min_threshold": "0.9"},
             {},
@@ -246,24 +236,14 @@ def test_the_default_pool_is_at_most_16_gib_and_at_most_half_of_the_memory() -> 
             "0.9: --evict-min-threshold (0.9) must be smaller than --evict-max-threshold (0.8)",
         ),
         # The default is not to blame for what was written beside it.
-        (
-            {"evict_max_threshold": "0.5"},
-            {},
-            "",
-            "0.5: --evict-min-threshold (0.6) must be smaller than",
-        ),
+        ({"evict_max_threshold": "0.5"}, {}, "", "0.5: --evict-min-threshold (0.6) must be smaller than"),
         (
             {"max_pool_size": "1MiB", "prealloc_size": "2MiB"},
             {},
             "",
             "--prealloc-size (2MiB) must be at most --max-pool-size (1MiB)",
         ),
-        (
-            {"manage_port": "22345"},
-            {},
-            "",
-            "--manage-port 22345: is the service port too; give one of them",
-        ),
+        ({"manage_port": "22345"}, {}, "", "--manage-port 22345: is the service port too; give one of them"),
         ({"max_value_size": "2GiB"}, {}, "", "--max-value-size (2GiB) must be at most --max-batch-size (1GiB)"),
         ({"unix_socket": "/" + "x" * 200}, {}, "", "is too long for a Unix socket; at most 107 bytes"),
         ({}, {"INFINISTORE_AUTO_INCREASE": "maybe"}, "", "INFINISTORE_AUTO_INCREASE=maybe: must be true or false"),

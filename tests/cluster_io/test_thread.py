@@ -136,9 +136,7 @@ def test_an_etcd_that_takes_no_connection_is_named_when_the_time_is_over(members
 
 def test_a_file_that_a_url_names_is_looked_at_when_it_is_opened(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="etcd_password_file: cannot read the password file"):
-        open_membership(
-            parse_cluster_url(f"infinistore+etcd://h/c?etcd_user=u&etcd_password_file={tmp_path}/none"),
-        )
+        open_membership(parse_cluster_url(f"infinistore+etcd://h/c?etcd_user=u&etcd_password_file={tmp_path}/none"))
     with pytest.raises(ConfigError, match=r"cannot use .*none for TLS to etcd: No such file"):
         open_membership(parse_cluster_url(f"infinistore+etcd://h/c?etcd_tls=on&etcd_ca_file={tmp_path}/none"))
 

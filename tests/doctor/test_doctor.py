@@ -136,8 +136,7 @@ def test_what_is_wrong_is_said_with_its_remedy(
 
 
 @pytest.mark.parametrize(
-    ("hard", "level"),
-    [(UNLIMITED, Level.GOOD), (1 << 20, Level.GOOD), (1024, Level.WARNING), (16, Level.BAD)],
+    ("hard", "level"), [(UNLIMITED, Level.GOOD), (1 << 20, Level.GOOD), (1024, Level.WARNING), (16, Level.BAD)]
 )
 def test_descriptors_are_judged_by_the_limit_that_a_server_can_raise_its_own_to(
     hard: int, level: Level, tmp_path: Path

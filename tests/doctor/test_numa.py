@@ -8,16 +8,7 @@ from pathlib import Path
 from infinistore.doctor import Finding, Level, Wanted
 from infinistore.doctor.machine import examine_numa
 from infinistore.doctor.rdma import examine_rdma
-from infinistore.transports.rdma.devices import (
-    Gid,
-    GidKind,
-    Interface,
-    Link,
-    Place,
-    RdmaDevice,
-    RdmaPort,
-    RdmaSystem,
-)
+from infinistore.transports.rdma.devices import Gid, GidKind, Interface, Link, Place, RdmaDevice, RdmaPort, RdmaSystem
 from tests.transports.rdma_strategies import as_gid
 from tests.transports.rdma_trees import write_pci, write_system
 

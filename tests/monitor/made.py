@@ -189,10 +189,7 @@ def loaded_stats(second: int, *, with_details: bool = True, **more: Any) -> Stat
             ArenaStatistics(index, 2 * GIB, 2 * GIB * (2 - index) // 2, [1.0 - index * part / 64 for part in range(64)])
             for index in range(2)
         ],
-        prefixes=[
-            PrefixStatistics("qwen2.5-7b/tp0/", 8000, 2 * GIB),
-            PrefixStatistics("llama-3.1-8b/tp0/", 4345, GIB),
-        ],
+        prefixes=[PrefixStatistics("qwen2.5-7b/tp0/", 8000, 2 * GIB), PrefixStatistics("llama-3.1-8b/tp0/", 4345, GIB)],
         max_connections=1024,
         max_pinned_bytes=2 * GIB,
     )

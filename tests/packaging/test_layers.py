@@ -48,16 +48,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     **GROUND,
     "allocators": {"errors", "named_classes", "sizes", "statistics"},
     "eviction": {"errors", "named_classes", "allocators"},
-    "core": {
-        "errors",
-        "keys",
-        "sizes",
-        "statistics",
-        "host",
-        "tenant_limits",
-        "allocators",
-        "eviction",
-    },
+    "core": {"errors", "keys", "sizes", "statistics", "host", "tenant_limits", "allocators", "eviction"},
     # Jobs and decisions; what runs them lies above. numpy is all it needs besides.
     "disk": {"errors", "keys", "sizes", "statistics", "allocators", "core"},
     "disk_io": {"disk_settings", "errors", "host", "sizes", "statistics", "core", "disk"},
@@ -145,9 +136,7 @@ WITHIN: dict[str, dict[str, set[str]]] = {
         "connection": {"disk", "maintenance"},
         "take_over": {"connection", "listeners"},
         "movers": {"connection", "environment"},
-        "session": {
-            *("budgets", "connection", "disk", "maintenance", "movers", "recorder", "security", "take_over"),
-        },
+        "session": {*("budgets", "connection", "disk", "maintenance", "movers", "recorder", "security", "take_over")},
         "telemetry": {"connection", "recorder", "session"},
         "tenancy": {"budgets", "disk", "environment", "movers", "session", "take_over"},
         "tenant_disks": {"disk", "environment", "maintenance", "tenancy"},
@@ -184,11 +173,7 @@ the client stand on its API, and on connections, these on operations, and these 
 movers, which move bytes to and from memory. In the server, sessions stand on movers,
 these on what one connection has, and `composition` on all that it composes."""
 
-KNOWN: dict[str, set[tuple[str, str]]] = {
-    "client": set(),
-    "server": set(),
-    "transports": set(),
-}
+KNOWN: dict[str, set[tuple[str, str]]] = {"client": set(), "server": set(), "transports": set()}
 """What is still imported against that order. The list may only become shorter."""
 
 

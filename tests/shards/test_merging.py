@@ -7,12 +7,7 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from infinistore.protocol.codec import statistics_from_tree, statistics_to_tree
 from infinistore.server.management.metrics import METRICS, Snapshot, render
-from infinistore.server.shards.management import (
-    merge_metrics,
-    merge_selftests,
-    merge_statistics,
-    merge_tenants,
-)
+from infinistore.server.shards.management import merge_metrics, merge_selftests, merge_statistics, merge_tenants
 from infinistore.sizes import KIB
 from infinistore.statistics import DrainStatistics, MembershipStatistics, TenantStatistics
 from tests.monitor.made import (

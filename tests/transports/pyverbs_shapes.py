@@ -218,12 +218,7 @@ class GID:
 
 class GlobalRoute:
     def __init__(
-        self,
-        dgid: Any = None,
-        flow_label: int = 0,
-        sgid_index: int = 0,
-        hop_limit: int = 1,
-        traffic_class: int = 0,
+        self, dgid: Any = None, flow_label: int = 0, sgid_index: int = 0, hop_limit: int = 1, traffic_class: int = 0
     ) -> None:
         self.dgid, self.sgid_index, self.hop_limit = dgid.gid, sgid_index, hop_limit
 

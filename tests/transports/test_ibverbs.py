@@ -108,9 +108,7 @@ def test_a_channels_descriptor_is_found_and_does_not_block(device: VerbsDevice) 
     assert last(CQ).acknowledged == 1
 
 
-def test_a_descriptor_that_cannot_be_told_from_anothers_is_not_taken(
-    pyverbs: Pyverbs,
-) -> None:
+def test_a_descriptor_that_cannot_be_told_from_anothers_is_not_taken(pyverbs: Pyverbs) -> None:
     seen: Iterator[set[int]] = iter([set(), {100, 101}])
     device = open_port(pyverbs, descriptors=lambda: next(seen))
     if hasattr(pyverbs.cq.CompChannel, "fd"):
@@ -178,11 +176,7 @@ def test_memory_that_cannot_be_pinned_is_an_error_that_names_the_limit(device: V
 
 @pytest.mark.parametrize(
     ("options", "access"),
-    [
-        ({"remote": False}, 1),
-        ({"remote": True}, 1 | 2 | 4),
-        ({"remote": True, "writable": False}, 4),
-    ],
+    [({"remote": False}, 1), ({"remote": True}, 1 | 2 | 4), ({"remote": True, "writable": False}, 4)],
 )
 def test_memory_is_registered_for_no_more_than_it_is_for(
     device: VerbsDevice, options: dict[str, bool], access: int

@@ -226,9 +226,7 @@ async def test_sockets_that_nobody_looks_at_are_waited_for_as_usual() -> None:
 
 
 @pytest.mark.parametrize("close", [lambda ready, stream: stream.close(), lambda ready, stream: None])
-async def test_waits_end_when_nobody_looks_any_more(
-    close: Callable[[ReadySockets, SocketStream], None],
-) -> None:
+async def test_waits_end_when_nobody_looks_any_more(close: Callable[[ReadySockets, SocketStream], None]) -> None:
     ready = ReadySockets()
     async with trio.open_nursery() as nursery:
         looking = trio.CancelScope()

@@ -14,16 +14,7 @@ from typing import Any
 import attrs
 
 from infinistore.cluster.etcd.gateway import Answer
-from infinistore.cluster.etcd.session import (
-    EtcdUnavailable,
-    Exchange,
-    Flow,
-    NextLine,
-    OpenStream,
-    Pause,
-    Post,
-    Probe,
-)
+from infinistore.cluster.etcd.session import EtcdUnavailable, Exchange, Flow, NextLine, OpenStream, Pause, Post, Probe
 from infinistore.cluster.membership import Node
 
 

@@ -24,12 +24,7 @@ class Registered:
     """A world with one node that registers."""
 
     def __init__(
-        self,
-        world: World | None = None,
-        node_id: str = "a",
-        instance: str = "one",
-        address: str = "",
-        **more: Any,
+        self, world: World | None = None, node_id: str = "a", instance: str = "one", address: str = "", **more: Any
     ) -> None:
         self.world = world or World()
         self.purges = 0
