@@ -41,6 +41,12 @@ async def listed(etcd: Etcd, cluster: str) -> dict[str, dict[str, Any]]:
     return {key.rpartition("/")[2]: json.loads(value) for key, value in found.items()}
 
 
+async def gauge(server: RunningServer, name: str) -> float:
+    answer = await ask(server.server.addresses.management[0], "GET", "/metrics")
+    (line,) = [one for one in answer.body.decode().splitlines() if one.startswith(f"infinistore_cluster_{name} ")]
+    return float(line.split()[1])
+
+
 @needs_etcd
 async def test_a_server_registers_what_it_is_and_leaves_when_it_drains(etcd: Etcd) -> None:
     config = make_config(cluster=etcd.url_of("plain"), node_id="a", node_weight=70, node_zone="rack 1")
@@ -128,11 +134,7 @@ async def test_the_metrics_say_how_much_of_the_keys_a_server_owns(tmp_path: Path
         config = make_config(cluster=f"infinistore+file://{tmp_path}/nodes.json", node_id=name)
         async with running_server(config) as server:
             await when(server, lambda found: bool(found.nodes))
-            answer = await ask(server.server.addresses.management[0], "GET", "/metrics")
-        (line,) = (
-            one for one in answer.body.decode().splitlines() if one.startswith("infinistore_cluster_share_ratio ")
-        )
-        shares[name] = float(line.split()[1])
+            shares[name] = await gauge(server, "share_ratio")
     assert shares == {"a": 0.25, "c": 0.0, "not listed": 0.0}
 
 
@@ -153,23 +155,18 @@ async def test_a_server_that_is_not_in_the_file_says_so_until_it_is(
             if record.message == "this node is not in the file of its cluster"
         ]
 
-    async def gauge(server: RunningServer) -> float:
-        answer = await ask(server.server.addresses.management[0], "GET", "/metrics")
-        lines = answer.body.decode().splitlines()
-        return next(float(one.split()[1]) for one in lines if one.startswith("infinistore_cluster_registered "))
-
     write("a", "b")
     async with running_server(make_config(cluster=f"infinistore+file://{file}", node_id="c")) as server:
         found = await when(server, lambda found: bool(found.nodes))
         said = f"{file} does not list c (--node-id), but a, b"
-        assert (found["registration"], found["problem"], await gauge(server)) == ("not listed", said, 0.0)
+        assert (found["registration"], found["problem"], await gauge(server, "registered")) == ("not listed", said, 0.0)
         assert warnings() == [said]
         write("b")
         await when(server, lambda found: len(found.nodes) == 1)
         assert warnings() == [said, f"{file} does not list c (--node-id), but b"]
         write("b", "c")
         found = await when(server, lambda found: len(found.nodes) == 2)
-        assert (found["registration"], found["problem"], await gauge(server)) == ("listed", "", 1.0)
+        assert (found["registration"], found["problem"], await gauge(server, "registered")) == ("listed", "", 1.0)
         assert len(warnings()) == 2
 
 

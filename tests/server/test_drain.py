@@ -19,7 +19,7 @@ from infinistore.protocol.codec import encode_head, pack_u64
 from infinistore.protocol.messages import Get, GetReply, Keys, Lease, Put, PutReply, Release, Reserve, Statistics
 from infinistore.server import serve
 from infinistore.transports.base import drive
-from infinistore.transports.sockets.trio_streams import SocketStream, connect_tcp, connect_unix
+from infinistore.transports.sockets.trio_streams import SocketStream, connect_tcp
 from tests.server.running import (
     KIB,
     MIB,
@@ -170,8 +170,7 @@ async def test_a_client_that_holds_something_and_says_nothing_does_not_keep_the_
     """
     config = make_config(unix_socket=str(tmp_path / "socket"), drain_timeout_s=3600)
     async with running_server(config) as server:
-        silent, busy = Peer(await connect_unix(str(server.unix_path))), await server.peer()
-        await silent.hello()
+        silent, busy = await server.local_peer(), await server.peer()
         await busy.ask(Put(Keys(["key"]), pack_u64([KIB]), checksums=False), bytes(KIB))
         if "lease" in held:
             await silent.ask(Lease(Keys(["key"]), pack_u64()))
@@ -224,12 +223,18 @@ async def test_pipelined_requests_are_not_begun_after_the_one_under_way(
 # Signals
 
 
+async def peer_of_program(nursery: trio.Nursery) -> Peer:
+    """A client of a server that handles signals."""
+    addresses = await nursery.start(partial(serve, make_config(drain_timeout_s=3600), handle_signals=True))
+    peer = Peer(await connect_tcp("127.0.0.1", addresses.port))
+    await peer.hello()
+    return peer
+
+
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
 async def test_a_signal_drains(number: signal.Signals) -> None:
     async with trio.open_nursery() as nursery:
-        addresses = await nursery.start(partial(serve, make_config(drain_timeout_s=3600), handle_signals=True))
-        peer = Peer(await connect_tcp("127.0.0.1", addresses.port))
-        await peer.hello()
+        peer = await peer_of_program(nursery)
         await peer.send_head(SLOW, payload_bytes=1000)
         await peer.send(bytes(500))
         await trio.testing.wait_all_tasks_blocked()
@@ -243,9 +248,7 @@ async def test_a_signal_drains(number: signal.Signals) -> None:
 
 async def test_a_second_signal_does_not_wait_for_requests_under_way() -> None:
     async with trio.open_nursery() as nursery:
-        addresses = await nursery.start(partial(serve, make_config(drain_timeout_s=3600), handle_signals=True))
-        peer = Peer(await connect_tcp("127.0.0.1", addresses.port))
-        await peer.hello()
+        peer = await peer_of_program(nursery)
         await peer.send_head(Put(Keys(["slow"]), pack_u64([MIB]), checksums=False), payload_bytes=MIB)
         await trio.testing.wait_all_tasks_blocked()
         signal.raise_signal(signal.SIGTERM)

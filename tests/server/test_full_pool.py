@@ -9,7 +9,8 @@ import trio
 import trio.testing
 from trio.testing import MockClock
 
-from infinistore.core import Arena, create_arena
+from infinistore.config import ServerConfig
+from infinistore.core import Arena
 from infinistore.errors import DeadlineExceeded, LimitExceeded, OutOfMemory, ValueTooLarge
 from infinistore.host import MemoryLimit
 from infinistore.protocol.codec import pack_u64
@@ -68,7 +69,7 @@ async def test_nothing_is_evicted_for_a_batch_that_cannot_fit(peer: Peer) -> Non
     with pytest.raises(OutOfMemory):
         await peer.ask(Put(Keys(["a", "b"]), pack_u64([40 * KIB] * 2), checksums=False), bytes(80 * KIB))
     with pytest.raises(ValueTooLarge):
-        await peer.ask(Put(Keys(["a"]), pack_u64([65 * KIB]), checksums=False), bytes(65 * KIB))
+        await peer.ask(Put(Keys(["a"]), pack_u64([POOL + 1]), checksums=False), bytes(POOL + 1))
     assert await present(peer, ["stays", "a", "b"]) == ["stays"]
 
 
@@ -120,15 +121,13 @@ async def test_eviction_on_request_goes_down_to_the_lower_bound(peer: Peer) -> N
     assert await present(peer, [f"key {number}" for number in range(12)]) == [f"key {n}" for n in range(8, 12)]
 
 
+def evicting(interval_s: float, least: float, most: float) -> ServerConfig:
+    bounds: dict[str, Any] = {"evict_min_threshold": least, "evict_max_threshold": most}
+    return make_config(prealloc_bytes=POOL, enable_periodic_evict=True, evict_interval_s=interval_s, **bounds)
+
+
 async def test_periodic_eviction_keeps_the_pool_below_its_bound(autojump_clock: MockClock) -> None:
-    config = make_config(
-        prealloc_bytes=POOL,
-        enable_periodic_evict=True,
-        evict_interval_s=5,
-        evict_min_threshold=0.25,
-        evict_max_threshold=0.5,
-    )
-    async with simulated_server(config) as server:
+    async with simulated_server(evicting(5, 0.25, 0.5)) as server:
         peer = await server.peer()
         for number in range(8):
             await put(peer, f"key {number}")
@@ -142,14 +141,7 @@ async def test_periodic_eviction_keeps_the_pool_below_its_bound(autojump_clock: 
 
 
 async def test_periodic_eviction_goes_on_while_holds_pin(autojump_clock: MockClock) -> None:
-    config = make_config(
-        prealloc_bytes=POOL,
-        enable_periodic_evict=True,
-        evict_interval_s=1,
-        evict_min_threshold=0.0,
-        evict_max_threshold=0.01,
-    )
-    async with simulated_server(config) as server:
+    async with simulated_server(evicting(1, 0.0, 0.01)) as server:
         peer = await server.peer()
         await put(peer, "held")
         await peer.ask(MatchPrefix(Keys(["held"]), hold_us=10_000_000))
@@ -163,8 +155,8 @@ async def test_periodic_eviction_goes_on_while_holds_pin(autojump_clock: MockClo
 # Growth
 
 
-def growing(**settings: Any) -> Any:
-    return make_config(prealloc_bytes=POOL, auto_increase=True, max_pool_bytes=4 * POOL, **settings)
+def growing() -> ServerConfig:
+    return make_config(prealloc_bytes=POOL, auto_increase=True, max_pool_bytes=4 * POOL)
 
 
 async def test_a_put_that_does_not_fit_waits_until_the_pool_has_grown() -> None:
@@ -268,7 +260,7 @@ async def test_without_a_bound_the_pool_grows_by_what_the_machine_has() -> None:
             await put(peer, f"key {number}")
 
 
-async def test_an_arena_longer_than_asked_for_does_not_pass_the_bound(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_an_arena_longer_than_asked_for_does_not_pass_the_bound() -> None:
     """Arenas are whole pages; the bound is not."""
     config = make_config(prealloc_bytes=POOL, auto_increase=True, max_pool_bytes=POOL + 5000)
     async with simulated_server(config) as server:
@@ -278,9 +270,3 @@ async def test_an_arena_longer_than_asked_for_does_not_pass_the_bound(monkeypatc
             await trio.testing.wait_all_tasks_blocked()
         await until(lambda: not server.core.growth.growable_bytes or len(server.core.pool.arenas) > 1)
         assert sum(arena.length for arena in server.core.pool.arenas) <= POOL + 5000
-
-
-def test_arenas_are_made_in_whole_pages() -> None:
-    arena = create_arena(0, 5000)
-    assert arena.length == 8192
-    arena.close()

@@ -217,32 +217,23 @@ async def test_an_allocator_that_places_all_blocks_itself(
     ]
 
 
-@pytest.mark.parametrize("most", [1, 4])
-async def test_a_service_manager_that_keeps_too_few(
-    config: ServerConfig, most: int, caplog: pytest.LogCaptureFixture
+@pytest.mark.parametrize(
+    ("manager", "settings", "says"),
+    [
+        ({"most_kept": 1}, {}, "FileDescriptorStoreMax=1 is 4 too few; raise it"),
+        ({"most_kept": 4}, {}, "FileDescriptorStoreMax=4 is 1 too few; raise it"),
+        ({"fails": True}, {}, "the service manager cannot be told: it does not answer"),
+        ({}, {"shm_writes": "off"}, "nobody may map the pool to write any more (--shm-writes off)"),
+    ],
+)
+async def test_a_cache_that_cannot_be_kept_leaves_nothing_and_the_log_says_why(
+    config: ServerConfig, manager: dict[str, Any], settings: dict[str, Any], says: str, caplog: pytest.LogCaptureFixture
 ) -> None:
-    keeper = Keeper(most_kept=most)
-    await fill(config, keeper)
+    keeper = Keeper(**manager)
+    await fill(config, keeper, **settings)
     assert not keeper.next
-    reason = f"FileDescriptorStoreMax={most} is {5 - most} too few; raise it"
-    assert reasons(caplog) == [("the cache is not kept for the next run", reason)]
+    assert reasons(caplog) == [("the cache is not kept for the next run", says)]
     assert not has_socket(config)
-
-
-async def test_a_service_manager_that_does_not_answer(config: ServerConfig, caplog: pytest.LogCaptureFixture) -> None:
-    await fill(config, Keeper(fails=True))
-    assert [message for message, _ in reasons(caplog)] == ["the cache is not kept for the next run"]
-    assert not has_socket(config)
-
-
-async def test_a_server_that_cannot_keep_its_cache_says_so(
-    config: ServerConfig, keeper: Keeper, caplog: pytest.LogCaptureFixture
-) -> None:
-    await fill(config, keeper, shm_writes="off")
-    assert not keeper.next
-    ((message, reason),) = reasons(caplog)
-    assert message == "the cache is not kept for the next run"
-    assert "--shm-writes off" in reason
 
 
 @pytest.mark.parametrize("most", [6, 50])

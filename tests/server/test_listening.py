@@ -56,11 +56,6 @@ async def test_an_address_that_is_not_this_machines_is_refused(host: str) -> Non
         await serve(make_config(host=host, insecure=True))
 
 
-async def test_a_pool_larger_than_the_machine_is_refused_before_anybody_is_served() -> None:
-    with pytest.raises(OutOfMemory):
-        await serve(make_config(prealloc_bytes=1 << 49, max_value_bytes=1 * KIB))
-
-
 async def test_localhost_is_served_on_each_of_its_addresses_at_one_port() -> None:
     async with running_server(make_config(host="localhost")) as server:
         addresses = server.server.addresses

@@ -26,10 +26,9 @@ from infinistore import open_store
 from infinistore.config import ServerConfig
 from infinistore.core import Arena, create_arena
 from infinistore.disk_settings import DiskPlace
-from infinistore.errors import ConfigError, OutOfMemory
+from infinistore.errors import ConfigError
 from infinistore.protocol.codec import pack_u64
 from infinistore.protocol.messages import Keys, Put
-from infinistore.server import serve
 from infinistore.server.composition import run_server
 from infinistore.server.environment import Environment
 from infinistore.server.listeners import Listeners, open_listeners
@@ -45,12 +44,9 @@ from infinistore.statistics import (
     ServerStatistics,
     StoreStatistics,
 )
-from infinistore.transports.sockets.trio_streams import connect_tcp
-from infinistore.transports.tls.session import TlsSession, client_context
-from infinistore.transports.tls.trio_stream import TlsStream
 from tests.disk_io.faulty_runner import Fail, Rot
 from tests.server.http_client import Answer, ask, ask_over
-from tests.server.running import KIB, MIB, POOL_BYTES, RunningServer, make_config, running_server
+from tests.server.running import KIB, MIB, POOL_BYTES, RunningServer, connect_tls, make_config, running_server
 from tests.server.test_disk_faults import Faults
 from tests.transports.certificates import issue
 
@@ -441,8 +437,7 @@ async def test_the_api_has_the_certificate_of_the_server_and_asks_nobody_for_one
     async with running_server(config) as server:
         address = server.server.addresses.management[0]
         for path, expected in (("/healthz", 200), ("/stats", 401)):
-            plain = await connect_tcp(*address)
-            stream = TlsStream(plain, TlsSession(client_context(files.ca), "the server", host_name="127.0.0.1"))
+            stream = await connect_tls(address, files)
             assert (await ask_over(stream, "GET", path)).status == expected
             stream.close()
         answer = await get(server, "/healthz")
@@ -486,11 +481,6 @@ def test_management_beyond_loopback_wants_a_token(token_file: Path) -> None:
     make_config(manage_host="0.0.0.0", token_file=token_file)
     make_config(manage_host="0.0.0.0", insecure=True)
     make_config(manage_host="0.0.0.0", manage_port=None)
-
-
-async def test_a_pool_without_memory_is_one_error_though_management_runs_already() -> None:
-    with pytest.raises(OutOfMemory):
-        await serve(make_config(prealloc_bytes=900 << 40))
 
 
 # The OpenAPI document

@@ -19,6 +19,7 @@ from infinistore.protocol.messages import (
     LeaseReply,
     MapTables,
     MapTablesReply,
+    Prepare,
     Purge,
     Touch,
 )
@@ -26,7 +27,7 @@ from infinistore.server.environment import Environment
 from infinistore.transports.base import drive
 from tests.server.raw_tables import Tables, map_tables
 from tests.server.running import KIB, POOL_BYTES, Peer, RunningServer, let_linger, running_server
-from tests.server.test_shared_memory import lease, present, put, release, serving
+from tests.server.test_shared_memory import lease, present, put, release, reserve, serving
 
 
 def begin(tables: Tables, known: LeaseReply) -> int | None:
@@ -141,7 +142,7 @@ async def test_a_touch_may_come_over_tcp() -> None:
         assert server.core.statistics().hits == 1
 
 
-async def test_where_stores_are_not_kept_in_order_there_are_no_tables(tmp_path: Path) -> None:
+async def test_where_stores_are_not_kept_in_order_there_are_no_tables_and_no_prepares(tmp_path: Path) -> None:
     async with serving(tmp_path, Environment(tables_are_safe=lambda: False)) as server:
         peer = await server.local_peer()
         descriptors: list[int] = []
@@ -151,6 +152,9 @@ async def test_where_stores_are_not_kept_in_order_there_are_no_tables(tmp_path: 
         known = await lease(peer, "a", inline_bytes=1)
         assert (known.removals, len(known.places)) == (0, 1)
         await peer.payload()
+        room = await reserve(peer, 5)
+        with pytest.raises(ProtocolError, match="MapTables"):
+            await peer.ask(Prepare(room.reservation, Keys(["a"]), pack_u64(), False))
 
 
 @pytest.mark.parametrize(

@@ -67,10 +67,10 @@ def core() -> Any:
     pool.close()
 
 
-def put(core: StoreCore, *keys: str, size_bytes: int = KIB, value: bytes | None = None, ttl_s: float = 0) -> None:
+def put(core: StoreCore, *keys: str, ttl_s: float = 0) -> None:
     client = core.open_client("test")
-    reservation = core.reserve(client, [size_bytes] * len(keys))
-    values = [value or key.encode().ljust(size_bytes, b".") for key in keys]
+    reservation = core.reserve(client, [KIB] * len(keys))
+    values = [key.encode().ljust(KIB, b".") for key in keys]
     for view, data in zip(reservation.views, values, strict=True):
         view[:] = data
     core.commit(reservation, keys, [xxh3_64_intdigest(data) for data in values], ttl_s=ttl_s)

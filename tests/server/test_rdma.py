@@ -5,7 +5,6 @@ The clients here are raw: they speak the protocol, and say what no good client w
 
 import ctypes
 from collections.abc import AsyncGenerator
-from contextlib import asynccontextmanager
 
 import attrs
 import pytest
@@ -37,9 +36,9 @@ from infinistore.protocol.messages import (
 )
 from infinistore.transports.rdma.memory import RegisteredSpan
 from infinistore.transports.rdma.plan import Piece
-from infinistore.transports.rdma.verbs import DeviceLimits, Endpoint, Operation
+from infinistore.transports.rdma.verbs import Endpoint, Operation
 from tests.server.running import Peer, RunningServer, make_config, running_server, until
-from tests.transports.fake_rdma import LOCAL_ACCESS, REMOTE_INVALID, Fabric, FakeDevice, FakeQueue, fabric_in_use
+from tests.transports.fake_rdma import REMOTE_INVALID, Fabric, FakeDevice, FakeQueue, fabric_in_use
 
 VALUE = bytes(range(256)) * 16
 A = Keys(["a"])
@@ -103,13 +102,7 @@ async def connect_queue(peer: Peer, device: FakeDevice, *, serves: bool = False)
 
 @pytest.fixture
 async def rdma() -> AsyncGenerator[RdmaPeer, None]:
-    async with connected() as peer:
-        yield peer
-
-
-@asynccontextmanager
-async def connected(limits: DeviceLimits | None = None) -> AsyncGenerator[RdmaPeer, None]:
-    with fabric_in_use(limits) as fabric:
+    with fabric_in_use() as fabric:
         async with running_server(make_config()) as server:
             peer = await server.peer()
             device = fabric.open("client")
@@ -357,12 +350,10 @@ async def test_what_was_written_is_read_back_once_from_each_memory(rdma: RdmaPee
     assert await rdma.ask(nothing) == RdmaGetReply(pack_u64([2**64 - 1]), pack_u64([0]), inline=True)
 
 
-async def test_local_access_is_checked_too() -> None:
+async def test_local_access_is_checked_too(rdma: RdmaPeer) -> None:
     """The fake device would notice if the server named memory of its own that is not
     registered.
     """
-    async with connected() as rdma:
-        rdma.pool.regions.clear()
-        with pytest.raises(TransferFailed, match="local access error"):
-            await rdma.put("a")
-        assert LOCAL_ACCESS == 8
+    rdma.pool.regions.clear()
+    with pytest.raises(TransferFailed, match="local access error"):
+        await rdma.put("a")

@@ -43,6 +43,7 @@ from infinistore.protocol.messages import (
     MapArenas,
     MapArenasReply,
     MapTables,
+    Prepare,
     Purge,
     Put,
     PutReply,
@@ -229,7 +230,14 @@ async def test_descriptors_that_nobody_takes_are_not_kept(peer: Peer) -> None:
 
 @pytest.mark.parametrize(
     "request_",
-    [MapArenas(0), MapTables(), Reserve(pack_u64([1])), commit(1, "key"), Lease(Keys(["key"]), pack_u64())],
+    [
+        MapArenas(0),
+        MapTables(),
+        Reserve(pack_u64([1])),
+        Prepare(1, Keys(["key"]), pack_u64(), False),
+        commit(1, "key"),
+        Lease(Keys(["key"]), pack_u64()),
+    ],
     ids=lambda request: type(request).__name__,
 )
 async def test_over_tcp_there_is_no_shared_memory(request_: Request) -> None:
@@ -347,29 +355,25 @@ async def test_a_lease_that_does_not_fit_the_room_at_the_client_pins_nothing(ser
 
 
 async def test_open_reservations_are_bounded_even_if_they_take_no_room(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    server: RunningServer, peer: Peer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(holdings, "MOST_OPEN", 9)
-    async with serving(tmp_path) as server:
-        peer = await server.local_peer()
-        for _ in range(9):
-            await reserve(peer)
-        with pytest.raises(LimitExceeded):
-            await reserve(peer)
-        assert server.core.statistics().reservations == 9
-        assert await present(peer, "key") == [False]
+    for _ in range(9):
+        await reserve(peer)
+    with pytest.raises(LimitExceeded):
+        await reserve(peer)
+    assert server.core.statistics().reservations == 9
+    assert await present(peer, "key") == [False]
 
 
-async def test_open_leases_are_bounded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_open_leases_are_bounded(peer: Peer, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(holdings, "MOST_OPEN", 9)
-    async with serving(tmp_path) as server:
-        peer = await server.local_peer()
-        await put(peer, "key", b"value")
-        for _ in range(9):
-            await lease(peer, "key")
-        with pytest.raises(LimitExceeded):
-            await lease(peer, "key")
-        assert await present(peer, "key") == [True]
+    await put(peer, "key", b"value")
+    for _ in range(9):
+        await lease(peer, "key")
+    with pytest.raises(LimitExceeded):
+        await lease(peer, "key")
+    assert await present(peer, "key") == [True]
 
 
 # What is lent

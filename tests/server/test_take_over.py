@@ -615,36 +615,23 @@ async def test_a_server_without_descriptors_serves_on(config: ServerConfig, monk
         assert not old.ended
 
 
-async def test_a_request_that_does_not_end_keeps_the_server(
+async def test_requests_that_do_not_end_keep_the_server_although_each_is_told_to_end(
     config: ServerConfig, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     impatient = attrs.evolve(config, drain_timeout_s=0.05)
     monkeypatch.setattr(server_module, "LAST_WRITES_S", 0.05)
+    told: set[Session] = set()
     async with running_server(impatient) as old, open_store(f"unix://{old.unix_path}") as store:
         await store.put("key", BLOCK)
-        await begin_put(old)
-        with monkeypatch.context() as patch, ExitStack() as resources:
-            patch.setattr(Session, "cut", lambda session: None)  # as if it waited for a thread
-            taking = await begun(taking_over(old), resources)
-            with pytest.raises(ConfigError, match="does not end; try again"):
-                await taking.take(OneStore(old.core), resources)
-        await until_over(old)
-        assert await store.get("key") == BLOCK
-        assert not old.ended
-
-
-async def test_a_request_behind_one_that_does_not_end_is_ended_as_well(
-    config: ServerConfig, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    impatient = attrs.evolve(config, drain_timeout_s=0.05)
-    monkeypatch.setattr(server_module, "LAST_WRITES_S", 0.05)
-    cut: list[Session] = []
-    async with running_server(impatient) as old:
         for _ in range(2):
             await begin_put(old)
         with monkeypatch.context() as patch, ExitStack() as resources:
-            patch.setattr(Session, "cut", property(lambda session: partial(cut.append, session)))
+            # as if they waited for a thread
+            patch.setattr(Session, "cut", property(lambda session: partial(told.add, session)))
             taking = await begun(taking_over(old), resources)
-            with pytest.raises(ConfigError, match="does not end"):
+            with pytest.raises(ConfigError, match="does not end; try again"):
                 await taking.take(OneStore(old.core), resources)
-        assert len(set(cut)) == 2
+        assert len(told) == 3  # that of the store as well
+        await until_over(old)
+        assert await store.get("key") == BLOCK
+        assert not old.ended

@@ -17,7 +17,6 @@ from infinistore.protocol.messages import Statistics
 from infinistore.server.certificates import Certificates
 from infinistore.server.security import Reloads, load_certificates, reload_on_signal
 from infinistore.transports.sockets.trio_streams import connect_tcp
-from infinistore.transports.tls.session import TlsSession, client_context
 from infinistore.transports.tls.trio_stream import TlsStream
 from tests.server.http_client import Answer, ask_over
 from tests.server.running import Peer, RunningServer, connect_tls, make_config, running_server, until
@@ -95,8 +94,7 @@ async def test_the_management_api_loads_the_certificate_again_as_the_signal_does
 
 
 async def manage(server: RunningServer, files: Files, path: str) -> Answer:
-    plain = await connect_tcp(*server.server.addresses.management[0])
-    stream = TlsStream(plain, TlsSession(client_context(files.ca), "the server", host_name="127.0.0.1"))
+    stream = await connect_tls(server.server.addresses.management[0], files)
     try:
         return await ask_over(stream, "POST", path)
     finally:
