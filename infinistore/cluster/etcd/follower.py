@@ -115,6 +115,7 @@ class Follower:
         self._revision = 0
         self._departures = Departures(lease_s)
         self._told: set[str] = set()
+        self._refused = False  # since etcd last said what there is
         # An etcd that lost everything says nothing of these, which is no news of them.
         self._config = ClusterConfig()
         self._purged_revision = 0
@@ -132,7 +133,10 @@ class Follower:
                 await self._watch()
                 pause_s = _FIRST_PAUSE_S
             except (EtcdUnavailable, EtcdMisbehaved, EtcdRefused) as error:
-                self._tell(f"etcd: {error}", "etcd")
+                self._refused |= isinstance(error, EtcdRefused)
+                # Silence does not take the place of the reason for a refusal.
+                if not (self._refused and isinstance(error, EtcdUnavailable)):
+                    self._tell(f"etcd: {error}", "etcd")
                 self._session.turn()
             if self.confirmed_at != before:
                 pause_s = _FIRST_PAUSE_S
@@ -149,6 +153,7 @@ class Follower:
         self._items, self._revision = items, found.revision
         self.confirmed_at = self._clock()
         self._told.discard("etcd")
+        self._refused = False
         if news or self.view is None or self._departures.kept:
             await self._believe()
         return news

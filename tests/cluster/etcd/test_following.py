@@ -325,7 +325,11 @@ def test_an_etcd_that_wants_a_password_says_which_setting_is_missing() -> None:
     watched = Watched("a")
     watched.world.etcd.password = "right"
     watched.start()
-    assert watched.problems[-1] == "etcd: etcd wants a user and a password: set etcd_user and etcd_password_file"
+    asked_for = "etcd: etcd wants a user and a password: set etcd_user and etcd_password_file"
+    assert watched.problems[-1] == asked_for
+    watched.world.etcd.away = {0}
+    watched.world.run(60)
+    assert watched.problems[-1] == asked_for, "silence says less"
 
 
 def test_a_member_that_does_not_answer_is_passed_over() -> None:
