@@ -8,28 +8,49 @@ after its error the process ends, with the stack of each thread. pytest-xdist th
 the test, and starts another process for the rest.
 
 A test that works on a machine that is busy with other things is not stuck. So what
-counts is processor time; and a test that used none of it, while the clock ran once,
-waits for something that does not come. At the latest, it fails when the clock has run
-ten times.
+counts is processor time, that of the processes it started included; and a test that
+used none of it, while the clock ran once, waits for something that does not come. At
+the latest, it fails when the clock has run ten times.
 """
 
 import faulthandler
 import os
 import signal
-import time
+import sys
 from collections.abc import Iterator
+from contextlib import suppress
+from pathlib import Path
 from types import FrameType
 from typing import Any, Final
 
 import pytest
 
-__all__ = ["GRACE_S", "Limits"]
+__all__ = ["GRACE_S", "Limits", "descendants", "used_s"]
 
 GRACE_S: Final = 60.0
 """What a test has, after the error, to clean up; and a process, to end."""
 _AT_WORK: Final = 0.02
 """The share of a processor below which a process only waits."""
 _MOST_ROUNDS: Final = 10
+
+
+def descendants(pid: int) -> Iterator[int]:
+    """The processes that this one has started, and those that they have."""
+    with suppress(OSError):  # it has just ended
+        for task in Path(f"/proc/{pid}/task").iterdir():
+            for child in map(int, (task / "children").read_text().split()):
+                yield child
+                yield from descendants(child)
+
+
+def used_s() -> float:
+    """Return the processor time of this process and of those that it has started."""
+    used = sum(os.times()[:4])
+    for pid in descendants(os.getpid()):
+        with suppress(OSError):
+            fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+            used += sum(map(int, fields[11:15])) / os.sysconf("SC_CLK_TCK")
+    return used
 
 
 class Limits:
@@ -44,12 +65,12 @@ class Limits:
         """Start the clock of a test."""
         limit_s: float = settings.timeout
         is_over = False
-        seen = began = time.process_time()
+        seen = began = used_s()
         rounds = 0
 
         def ring(number: int, frame: FrameType | None) -> None:
             nonlocal is_over, seen, rounds
-            before, seen, rounds = seen, time.process_time(), rounds + 1
+            before, seen, rounds = seen, used_s(), rounds + 1
             at_work = seen - before > _AT_WORK * limit_s
             if not is_over and at_work and rounds < _MOST_ROUNDS and seen - began < limit_s:
                 signal.setitimer(signal.ITIMER_REAL, limit_s, self._grace_s)
@@ -83,5 +104,6 @@ class Limits:
 
     @pytest.hookimpl(trylast=True)
     def pytest_unconfigure(self) -> None:
-        """See that this process ends."""
+        """See that this process ends, and that what it has to say is read before."""
+        sys.stdout.flush()
         faulthandler.dump_traceback_later(self._grace_s, exit=True, file=self._stderr)

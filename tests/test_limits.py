@@ -12,8 +12,9 @@ from tests import warm
 
 pytestmark = pytest.mark.process
 TESTS = """
-import signal, time
+import signal, subprocess, sys, time
 import pytest
+from tests import limits
 
 def ring():  # as the clock does, which is slower than any test here
     assert all(0 < seconds <= 3600 for seconds in signal.getitimer(signal.ITIMER_REAL))
@@ -41,20 +42,29 @@ def test_fails_before_its_fixture_is_stuck(endless):
     assert False
 
 def test_is_at_work_until_it_has_had_its_share(monkeypatch):
-    began = time.process_time()
+    began = limits.used_s()
     for used_s in (100, 200, 3500):
-        monkeypatch.setattr(time, "process_time", lambda: began + used_s)
+        monkeypatch.setattr(limits, "used_s", lambda: began + used_s)
         ring()
-    monkeypatch.setattr(time, "process_time", lambda: began + 3700)
+    monkeypatch.setattr(limits, "used_s", lambda: began + 3700)
     with pytest.raises(pytest.fail.Exception):
         ring()
 
+def test_what_it_started_is_at_work():
+    before = limits.used_s()
+    works = "while True: print(sum(range(100_000)), flush=True)"
+    with subprocess.Popen([sys.executable, "-c", works], stdout=subprocess.PIPE) as child:
+        while limits.used_s() - before < 0.1:
+            child.stdout.readline()
+        child.kill()
+    assert limits.used_s() - before >= 0.1
+
 def test_is_at_work_for_ever(monkeypatch):
-    began = time.process_time()
+    began = limits.used_s()
     for used_s in range(100, 1000, 100):
-        monkeypatch.setattr(time, "process_time", lambda: began + used_s)
+        monkeypatch.setattr(limits, "used_s", lambda: began + used_s)
         ring()
-    monkeypatch.setattr(time, "process_time", lambda: began + 1000)
+    monkeypatch.setattr(limits, "used_s", lambda: began + 1000)
     with pytest.raises(pytest.fail.Exception):
         ring()
 
@@ -95,7 +105,7 @@ def test_what_is_stuck_is_named_and_the_rest_run(tmp_path: Path) -> None:
     assert "crashed while running 'test_these.py::test_answers_for_every_error'" in shown
     for failed in ("FAILED .*test_stuck", "(FAILED|ERROR) .*test_fails_before_its_fixture_is_stuck"):
         assert re.search(failed, shown)
-    assert "3 failed, 3 passed, 1 error" in shown
+    assert "3 failed, 4 passed, 1 error" in shown
 
 
 def test_a_process_that_does_not_end_is_ended(tmp_path: Path) -> None:
