@@ -3,9 +3,11 @@
 from collections.abc import AsyncGenerator, Awaitable, Callable, Sequence
 from contextlib import asynccontextmanager
 from typing import Any
+from unittest import mock
 
 import trio
 
+from infinistore.client.movers import rdma
 from infinistore.cluster.locate import StaticPlace, parse_cluster_url
 from infinistore.cluster.membership import StaticMembership
 from infinistore.cluster.placement import Placement
@@ -22,7 +24,8 @@ VALUE = bytes(range(256)) * 64
 async def serving(
     limits: DeviceLimits | None = None, **settings: Any
 ) -> AsyncGenerator[tuple[Fabric, RunningServer], None]:
-    with fabric_in_use(limits) as fabric:
+    """One server. RDMA that failed is left alone until the test is over."""
+    with fabric_in_use(limits) as fabric, mock.patch.object(rdma, "FIRST_PAUSE_S", 3600.0):
         async with running_server(make_config(**settings)) as server:
             yield fabric, server
 
