@@ -30,6 +30,7 @@ MODULES = (
     "infinistore.integrations.lmcache",
     "infinistore.integrations.lmcache_l2",
     "infinistore.integrations.sglang",
+    "infinistore.integrations.history",
     "infinistore.integrations.transformers",
     "infinistore.integrations.vllm",
     "infinistore.statistics",

@@ -9,8 +9,9 @@ import os
 import subprocess
 import sys
 from collections.abc import Coroutine, Iterator
+from itertools import pairwise
 from pathlib import Path
-from types import FunctionType
+from types import FunctionType, SimpleNamespace
 from typing import Any
 
 import pytest
@@ -203,3 +204,28 @@ def test_a_request_is_scheduled_by_a_policy_of_the_library_and_by_one_of_your_ow
     engines[0].send("request 2", names["request"], 20.0)
     policy = run(programs("docs/scheduling.md")[1].code)["FewestRequests"]()
     assert policy.pick(names["request"], engines, 20.0) is engines[1]
+
+
+def test_a_long_conversation_is_cut_in_a_chat_and_in_an_agent() -> None:
+    chat, agent = (run(one.code) for one in programs("docs/long-conversations.md"))
+    sent: list[list[dict[str, str]]] = []
+
+    def create(model: str, messages: list[dict[str, str]]) -> Any:
+        sent.append(messages)
+        return SimpleNamespace(choices=[SimpleNamespace(message=SimpleNamespace(content="a" * 2000))])
+
+    client = SimpleNamespace(chat=SimpleNamespace(completions=SimpleNamespace(create=create)))
+    tokenizer = SimpleNamespace(encode=lambda text: [0] * (len(text) // 2))
+    turns = [[{"role": "system", "content": "Be brief."}]]
+    for turn in range(60):
+        assert chat["ask"](client, "model", tokenizer, turns, f"question {turn}") == "a" * 2000
+        assert sent[-1][0] == turns[0][0]
+        assert sent[-1][-1]["content"] == f"question {turn}"
+        assert [one["role"] for one in sent[-1][1:]] == [*["user", "assistant"] * (len(sent[-1]) // 2 - 1), "user"]
+    assert len(turns) == 61
+    assert sum(after[: len(before)] != before for before, after in pairwise(sent)) == 7, "cuts"
+
+    messages = [{"role": role, "content": role} for role in ("system", "user", *["assistant", "tool"] * 5)]
+    shown = agent["prompt"](messages, [100 if one["role"] == "tool" else 10 for one in messages], 400)
+    gone = [one for one, message in enumerate(shown) if message["content"] == agent["GONE"]]
+    assert gone == [3, 5, 7]
