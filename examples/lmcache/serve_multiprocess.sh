@@ -3,11 +3,11 @@
 set -eu
 cd "$(dirname "$0")"
 model=${1:-Qwen/Qwen2.5-7B-Instruct}
-trap 'kill $(jobs -p)' EXIT
 
 infinistore --service-port 22345 --prealloc-size 64 &
 store=$!
 infinistore stat --wait 600 >/dev/null &
+trap 'kill $(jobs -p)' EXIT  # not before: Bash can lose the signal to a child that it is starting
 wait -n $store $!  # for the store to answer, or to fail
 kill -0 $store
 

@@ -7,8 +7,8 @@ model=${1:-Qwen/Qwen2.5-7B-Instruct}
 
 infinistore --service-port 22345 --prealloc-size 64 &
 store=$!
-trap 'kill $(jobs -p)' EXIT
 infinistore stat --wait 600 >/dev/null &
+trap 'kill $(jobs -p)' EXIT  # not before: Bash can lose the signal to a child that it is starting
 wait -n $store $!  # for the store to answer, or to fail
 kill -0 $store
 CUDA_VISIBLE_DEVICES=0 vllm serve "$model" --port 8100 --kv-transfer-config "$(cat prefill.json)" &

@@ -8,8 +8,8 @@ model=${1:-Qwen/Qwen2.5-7B-Instruct}
 # The store, on this machine: 64 GiB. On another one, give the address of that one in both.json, and a token file.
 infinistore --service-port 22345 --prealloc-size 64 &
 store=$!
-trap 'kill $(jobs -p)' EXIT
 infinistore stat --wait 600 >/dev/null &
+trap 'kill $(jobs -p)' EXIT  # not before: Bash can lose the signal to a child that it is starting
 wait -n $store $!  # for the store to answer, or to fail
 kill -0 $store
 
