@@ -1,12 +1,12 @@
 """Run a command on a machine that is disturbed, to see that it does not mind.
 
-    python scripts/disturbed.py --busy 16 -- make test
-    python scripts/disturbed.py --stop 3 --seed 7 -- make test WORKERS=8
+    python -m tests.disturbed --busy 16 -- make test
+    python -m tests.disturbed --stop 3 --seed 7 -- make test WORKERS=8
 
-`--busy` keeps so many processes in a loop beside it. `--stop` stops one of the processes
-that the command has started (SIGSTOP), chosen at random, for so many seconds, again and
-again. All ends with the command, whose exit code is returned. `make test` takes
-TEST_ORDER=7, too, which runs the tests in another order.
+`--busy` keeps so many processes in a loop beside it. `--stop` stops one of the
+processes that the command has started (SIGSTOP), chosen at random, for so many seconds,
+again and again. All ends with the command, whose exit code is returned. `make test`
+takes TEST_ORDER=7, too, which runs the tests in another order.
 """
 
 import argparse
@@ -17,20 +17,11 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Iterator
 from contextlib import ExitStack, suppress
-from pathlib import Path
+
+from tests.limits import descendants
 
 LOOP = "import os\nwhile os.getppid() == {parent}: sum(range(100_000))"
-
-
-def descendants(pid: int) -> Iterator[int]:
-    """The processes that this one has started, and those that they have."""
-    with suppress(OSError):
-        for task in Path(f"/proc/{pid}/task").iterdir():
-            for child in (task / "children").read_text().split():
-                yield int(child)
-                yield from descendants(int(child))
 
 
 def stop_now_and_then(pid: int, for_s: float, chance: random.Random, ended: threading.Event) -> None:
@@ -53,7 +44,7 @@ def main() -> int:
     parser.add_argument("--seed", type=int, default=1, help="chooses which, and when")
     parser.add_argument("command", nargs="+")
     options = parser.parse_args()
-    began = time.monotonic()
+    began = time.monotonic()  # real time: it is told at the end
     with ExitStack() as stack:
         for _ in range(options.busy):
             loop = subprocess.Popen([sys.executable, "-c", LOOP.format(parent=os.getpid())])
@@ -70,7 +61,7 @@ def main() -> int:
         with suppress(KeyboardInterrupt):
             running.wait()
         code = running.wait()
-    print(f"ended with {code} after {time.monotonic() - began:.0f} s")
+    print(f"ended with {code} after {time.monotonic() - began:.0f} s")  # real time: it is told
     return code
 
 

@@ -28,6 +28,7 @@ from infinistore.cli import failures, measure, raw_peer
 from tests import warm
 from tests.cli.conftest import INFINISTORE, Run, StartProcess
 from tests.cli.in_process import FREE_PORTS, ServerHere
+from tests.limits import descendants
 
 
 @pytest.mark.process
@@ -131,13 +132,7 @@ def test_a_server_that_is_told_to_stop_drains_and_exits(number: int, code: int, 
 
 def _starting(process: "subprocess.Popen[bytes]", socket_path: Path) -> bool:
     """Whether a server has begun: it has shards, or has its Unix socket."""
-    if socket_path.exists():
-        return True
-    for file in Path(f"/proc/{process.pid}/task").glob("*/children"):
-        with suppress(OSError):  # a thread that has ended
-            if file.read_text(encoding="ascii"):
-                return True
-    return False
+    return socket_path.exists() or any(descendants(process.pid))
 
 
 # As a shell does to what a script starts in the background.
