@@ -17,6 +17,9 @@ A store that is lost, slow or full is a miss: `load_cache` returns an empty cach
 `save_cache` stores less, and the logger `infinistore.integrations.transformers` emits a
 warning. Invalid input (a cache of another model, a batch of several sequences) raises
 `ValueError`.
+
+`load_approximate_cache` leaves a part of the sequence out, which no stored cache is
+exact for. It is the only call whose result is not what the model would compute.
 """
 
 import logging
@@ -29,12 +32,13 @@ from infinistore.blocking import BlockingStore, PrefixMatch
 from infinistore.errors import InfiniStoreException
 from infinistore.integrations.internal.prefix_keys import PrefixChain, fingerprint, fingerprint_of_config
 from infinistore.integrations.internal.weights import identity_of_tensors
+from infinistore.integrations.rotary import Turn
 
 if TYPE_CHECKING:
     import torch
     from transformers import DynamicCache, PreTrainedModel
 
-__all__ = ["load_cache", "save_cache"]
+__all__ = ["Approximation", "load_approximate_cache", "load_cache", "save_cache"]
 
 _log = logging.getLogger(__name__)
 _BATCH_BYTES = 64 * 1024 * 1024
@@ -42,7 +46,31 @@ _BATCH_BYTES = 64 * 1024 * 1024
 _HOLD_S = 60.0
 _MEDIA_TOKENS = ("image_token_id", "image_token_index", "video_token_id", "video_token_index", "audio_token_id")
 
+_START_TOKENS = 4
+"""Most of what heads attend to when nothing concerns them; see bench/approximate.py."""
+_APPROXIMATION = "infinistore_approximation"
+"""The attribute of a cache that is approximate: copies of it have it, too."""
+
 Tokens: TypeAlias = "Sequence[int] | torch.Tensor"
+
+
+@attrs.frozen
+class Approximation:
+    """What is in a cache of `load_approximate_cache`: numbers of tokens."""
+
+    exact: int
+    """Leading tokens as the model would compute them."""
+    approximate: int
+    """Tokens behind these, which were computed with the dropped ones before them."""
+    dropped: int
+    """Tokens that were left out."""
+    salt: str
+    """Under which the exact tokens were stored."""
+
+    @property
+    def reused(self) -> int:
+        """How many leading tokens the model need not compute."""
+        return self.exact + self.approximate
 
 
 def save_cache(
@@ -76,8 +104,15 @@ def save_cache(
         ttl_s: how many seconds after it was stored a block ends; None: not at all.
 
     Raises:
-        ValueError: the cache could not be restored correctly; the message says why.
+        ValueError: the cache could not be restored correctly, or is approximate; the
+            message says why.
     """
+    approximation: Approximation | None = getattr(cache, _APPROXIMATION, None)
+    if approximation is not None and salt in ("", approximation.salt):
+        raise ValueError(
+            "this cache is approximate (load_approximate_cache), and would be taken for an exact one; pass a salt= of"
+            " its own, or compute the sequence anew"
+        )
     layout = _CacheLayout.of(model, name, block_tokens, group_tokens if store.is_cluster else 0)
     tokens = _token_list(model, token_ids, salt)
     tensors = layout.tensors(cache)
@@ -117,40 +152,110 @@ def load_cache(
     predict the next. The cache is on the model's device. Arguments and errors are those
     of `save_cache`.
     """
-    from transformers import DynamicCache
-
     layout = _CacheLayout.of(model, name, block_tokens, group_tokens if store.is_cluster else 0)
     tokens = _token_list(model, token_ids, salt)
-    cache = DynamicCache(config=model.config)
-    layout.tensors(cache)  # empty, but checks the kind of each layer
-    keys = layout.keys(tokens[: max(len(tokens) - 1, 0)], salt)
-    if layout.longest is not None and len(tokens) > layout.longest:
-        keys = []
-    try:
-        loaded = _read(store, layout, keys)
-    except InfiniStoreException as error:
-        _log.warning("the KV cache was not read, and is computed again: %s", str(error))
-        loaded = []
+    cache = layout.new_cache(model)
+    loaded = _read(store, layout, layout.loadable(tokens, len(tokens), salt))
     loaded.reverse()
     for number in range(len(loaded) // 2):
         cache.update(loaded.pop(), loaded.pop(), number)  # which copies; what is copied is let go
     return cache, cache.get_seq_length()
 
 
-def _read(store: BlockingStore, layout: "_CacheLayout", keys: list[str]) -> "list[torch.Tensor]":
-    """Return the keys and values of each layer, for the leading blocks that exist.
+def load_approximate_cache(
+    store: BlockingStore,
+    model: "PreTrainedModel",
+    token_ids: Tokens,
+    *,
+    drop: tuple[int, int],
+    turn: Turn | None = None,
+    name: str = "",
+    salt: str = "",
+    block_tokens: int = 64,
+    group_tokens: int = 1024,
+) -> "tuple[DynamicCache, list[int], Approximation]":
+    """Return a cache of a sequence without its middle, from the blocks of the whole one.
 
-    Shape: [1, heads, tokens, head size].
+    The keys behind the hole are turned to their new positions. They and their values
+    still know what was dropped, so the answer is close to what the model would say
+    without the middle, and not the same. Nothing is approximate if nothing behind the
+    hole is stored.
+
+    Returns the cache, the sequence without its middle, and how much of it the cache
+    has: `model(torch.tensor([tokens[report.reused:]]), cache=cache)` goes on.
+
+    Args:
+        token_ids: the tokens of the whole sequence, with which `save_cache` stored it.
+        drop: the first of the tokens that are dropped, and the first behind them. At
+            least 4 tokens before the hole stay.
+        turn: how this model's keys turn, if several loads are to find it out once;
+            default: `Turn.of(model, longest=len(token_ids))`.
+
+    All other arguments are those of `save_cache`.
+
+    Raises:
+        ValueError: as `save_cache`; or the model's keys cannot be turned.
     """
-    match = store.match_prefix(keys, hold_s=_HOLD_S) if keys else PrefixMatch(0)
-    if not match:
+    first, end = drop
+    layout = _CacheLayout.of(model, name, block_tokens, group_tokens if store.is_cluster else 0)
+    tokens = _token_list(model, token_ids, salt)
+    left = tokens[:first] + tokens[end:]
+    if not _START_TOKENS <= first < end < len(tokens):
+        raise ValueError(
+            f"drop={drop} has to lie within {len(tokens)} tokens, behind the first {_START_TOKENS} (to which models"
+            " attend whatever they say: without them no answer is close) and before the last"
+        )
+    longest = min(len(tokens), layout.longest or len(tokens))
+    if turn is None:
+        turn = Turn.of(model, longest=longest)
+    elif not turn.is_of(model) or turn.longest < longest:
+        raise ValueError(f"this turn is of another model or of shorter sequences; Turn.of(model, longest={longest})")
+    cache = layout.new_cache(model)
+    loaded = _read(store, layout, layout.loadable(tokens, len(left), salt), first, end)
+    exact = min(first, loaded[0].shape[2]) if loaded else 0
+    behind = -(-first // block_tokens) * block_tokens + end % block_tokens  # where the token at `end` was read to
+    loaded.reverse()
+    for number in range(len(loaded) // 2):
+        keys, values = loaded.pop(), loaded.pop()
+        cache.update(keys[:, :, :exact], values[:, :, :exact], number)
+        keys, values = keys[:, :, behind:], values[:, :, behind:]
+        if keys.shape[2]:
+            turn.apply(number, keys, values, by=first - end)
+            cache.update(keys, values, number)
+    report = Approximation(exact, cache.get_seq_length() - exact, end - first, salt)
+    if report.approximate:
+        setattr(cache, _APPROXIMATION, report)
+    return cache, left, report
+
+
+def _read(
+    store: BlockingStore, layout: "_CacheLayout", keys: list[str], first: int = 0, end: int = 0
+) -> "list[torch.Tensor]":
+    """Return the keys and values of each layer, for the leading blocks that exist, but
+    for those with nothing else than tokens from `first` to `end`.
+
+    An empty list if there are none, or the store cannot be read. Shape: [1, heads,
+    tokens, head size].
+    """
+    try:
+        match = store.match_prefix(keys, hold_s=_HOLD_S) if keys else PrefixMatch(0)
+        before = min(-(-first // layout.block_tokens), match)
+        kept = [*keys[:before], *keys[end // layout.block_tokens : match]]
+        return _read_blocks(store, layout, kept, match) if kept else []
+    except InfiniStoreException as error:
+        _log.warning("the KV cache was not read, and is computed again: %s", str(error))
         return []
-    tensors = layout.empty(match)
+
+
+def _read_blocks(
+    store: BlockingStore, layout: "_CacheLayout", keys: list[str], match: PrefixMatch
+) -> "list[torch.Tensor]":
+    tensors = layout.empty(len(keys))
     found = 0
     try:
         if match.in_memory < match:  # so that no batch waits for a disk while the one before it is copied
-            store.prefetch(keys[:match])
-        for first, end in _batches(0, match, layout.block_bytes):
+            store.prefetch(keys)
+        for first, end in _batches(0, len(keys), layout.block_bytes):
             staging = layout.staging(end - first)
             lengths = store.get_many_into(zip(keys[first:end], staging.unbind(), strict=True))
             span = slice(first * layout.block_tokens, end * layout.block_tokens)
@@ -226,6 +331,24 @@ class _CacheLayout:
     def keys(self, tokens: Sequence[int], salt: str) -> list[str]:
         chain = PrefixChain(self.block_tokens, salt, group_blocks=self.group_blocks)
         return [f"{self.namespace}/{block}" for block in chain.extend(tokens)]
+
+    def loadable(self, tokens: Sequence[int], length: int, salt: str) -> list[str]:
+        """Return the keys of the blocks before the last token, for a sequence that is to
+        have so many tokens.
+        """
+        return self.keys(tokens[:-1], salt) if self.longest is None or length <= self.longest else []
+
+    def new_cache(self, model: "PreTrainedModel") -> "DynamicCache":
+        """Return an empty cache.
+
+        Raises:
+            ValueError: it has a layer of a kind that is not stored.
+        """
+        from transformers import DynamicCache
+
+        cache = DynamicCache(config=model.config)
+        self.tensors(cache)
+        return cache
 
     def tensors(self, cache: "DynamicCache") -> "list[torch.Tensor]":
         """Return the keys and values of each layer; an empty list for an empty cache.
