@@ -31,6 +31,7 @@ MODULES = (
     "infinistore.integrations.lmcache_l2",
     "infinistore.integrations.sglang",
     "infinistore.integrations.history",
+    "infinistore.integrations.rotary",
     "infinistore.integrations.transformers",
     "infinistore.integrations.vllm",
     "infinistore.statistics",
