@@ -1,9 +1,17 @@
 """The connections of a store between two calls: which of them the next call takes."""
 
-from collections.abc import Callable
+import math
+import signal
+import threading
+import time
+from collections.abc import Callable, Sequence
+from contextlib import suppress
 from random import Random
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, cast
 from unittest import mock
+
+import pytest
 
 from infinistore.client.connection.calls import Calls
 from infinistore.client.connection.pool import Turns, new_turn
@@ -80,6 +88,103 @@ def test_calls_that_begin_and_end_while_interrupted_ones_are_looked_for_disturb_
     turns.under_way[EndingTurn(lambda: turns.under_way.update({new_turn(): None}))] = None
     assert turns.free == 7  # the one that began meanwhile was not forgotten: it was not looked at
     assert turns.free == 8
+
+
+def waiting_calls(turns: Turns, limits: Sequence[SimpleNamespace]) -> list[threading.Thread]:
+    """Calls in threads that all wait for their turn."""
+
+    def call(limit: Any) -> None:
+        turn = new_turn()
+        with turn, suppress(TimeoutError):
+            turns.begin(turn, limit)
+            turns.end(turn)
+
+    before = len(turns.waiting)
+    threads = [threading.Thread(target=call, args=(limit,)) for limit in limits]
+    for thread in threads:
+        thread.start()
+    while len(turns.waiting) < before + len(threads):
+        pass
+    return threads
+
+
+def test_a_wait_for_a_turn_ends_with_its_deadline_whatever_a_signal_handler_takes() -> None:
+    turns = Turns(1)
+    first, second = new_turn(), new_turn()
+    deadline = time.monotonic() + 0.2  # real time: a lock in C waits for it
+
+    def handle(*_: object) -> None:
+        while time.monotonic() <= deadline:  # real time: it takes until the deadline
+            pass
+
+    def interrupt() -> None:
+        while not turns.waiting:
+            pass
+        signal.pthread_kill(threading.main_thread().ident or 0, signal.SIGUSR1)
+
+    before = signal.signal(signal.SIGUSR1, handle)
+    thread = threading.Thread(target=interrupt)
+    try:
+        with first, second:
+            turns.begin(first, SimpleNamespace(deadline=math.inf))
+            thread.start()
+            with pytest.raises(TimeoutError):
+                turns.begin(second, SimpleNamespace(deadline=deadline))
+    finally:
+        thread.join()
+        signal.signal(signal.SIGUSR1, before)
+
+
+NEVER = 3600.0
+"""When calls that wait look again whether one was interrupted."""
+
+
+def test_calls_that_wait_have_their_turns_one_after_the_other() -> None:
+    turns = Turns(1, look_again_s=NEVER)
+    first = new_turn()
+    with first:
+        turns.begin(first, SimpleNamespace(deadline=math.inf))
+        threads = waiting_calls(turns, [SimpleNamespace(deadline=math.inf) for _ in range(8)])
+        turns.end(first)
+    for thread in threads:
+        thread.join()
+    assert (turns.free, turns.waiting) == (1, {})
+
+
+def test_calls_that_wait_look_at_their_limits_when_they_are_woken() -> None:
+    turns = Turns(1, look_again_s=NEVER)
+    first, limits = new_turn(), [SimpleNamespace(deadline=math.inf) for _ in range(3)]
+    with first:
+        turns.begin(first, SimpleNamespace(deadline=math.inf))
+        threads = waiting_calls(turns, limits)
+        for limit in limits:
+            limit.deadline = 0
+        turns.wake()
+        for thread in threads:
+            thread.join()
+        assert (turns.free, turns.waiting) == (0, {})
+
+
+def test_a_call_whose_turn_comes_when_it_gives_up_passes_it_on() -> None:
+    turns = Turns(1, look_again_s=NEVER)
+    first, second = new_turn(), new_turn()
+    threads: list[threading.Thread] = []
+
+    class Limit:
+        """The time is up when the call before is over, for which another waits, too."""
+
+        @property
+        def deadline(self) -> float:
+            threads.extend(waiting_calls(turns, [SimpleNamespace(deadline=math.inf)]))
+            turns.end(first)
+            return 0.0
+
+    with first, second:
+        turns.begin(first, SimpleNamespace(deadline=math.inf))
+        with pytest.raises(TimeoutError):
+            turns.begin(second, cast(Any, Limit()))
+    threads[0].join()
+    assert turns.free == 1
 
 
 def test_the_pauses_of_a_store_come_from_its_generator() -> None:

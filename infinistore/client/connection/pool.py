@@ -12,7 +12,6 @@ call whose turn is not locked is over, whether it has reported so or not, and an
 may give back what it had: the next call does.
 """
 
-import queue
 import threading
 import time
 import weakref
@@ -58,12 +57,17 @@ class Limit(Protocol):
 class Turns:
     """Limits the calls that run at a time; the others wait. Any thread may use it."""
 
-    def __init__(self, most: int) -> None:
+    def __init__(self, most: int, look_again_s: float = _LOOK_AGAIN_S) -> None:
         self._most = most
+        self._look_again_s = look_again_s
         self._lock = threading.Lock()
         self.under_way: dict[Turn, None] = {}
-        self.waiting: dict[Turn, None] = {}
-        self._ended: queue.SimpleQueue[None] = queue.SimpleQueue()
+        self.waiting: dict[Turn, threading.Lock] = {}
+        """Each with its bell: a lock that is taken until it rings.
+
+        `queue.SimpleQueue` would not do: before Python 3.13, its `get` waits for ever
+        if a signal handler runs in the middle of it until its time is up.
+        """
 
     def begin(self, turn: Turn, limit: Limit) -> bool:
         """Wait until another call may begin. `turn` is its own, which it has locked.
@@ -97,11 +101,12 @@ class Turns:
 
     def wake(self) -> None:
         """Have all that wait look at their limits."""
-        for _ in list(self.waiting):
-            self._ended.put(None)
+        self._ring(every=True)
 
     def _wait(self, turn: Turn, limit: Limit) -> bool:
-        self.waiting[turn] = None
+        bell = threading.Lock()
+        bell.acquire()
+        self.waiting[turn] = bell
         interrupted = False
         try:
             while True:
@@ -113,12 +118,11 @@ class Turns:
                 left_s = limit.deadline - time.monotonic()
                 if left_s <= 0:
                     raise TimeoutError
-                try:
-                    self._ended.get(timeout=min(left_s, _LOOK_AGAIN_S))
-                except queue.Empty:
-                    continue
+                bell.acquire(timeout=min(left_s, self._look_again_s))
         finally:
             self.waiting.pop(turn, None)
+            if not bell.locked() and self.waiting:  # it rang, and may have meant another one
+                self.tell()
 
     def _forget_interrupted(self) -> bool:
         """Forget the calls that ended without reporting it, under the lock."""
@@ -130,11 +134,17 @@ class Turns:
 
     def tell(self) -> None:
         """Wake one of the waiting calls."""
+        self._ring(every=False)
+
+    def _ring(self, *, every: bool) -> None:
         with self._lock:
-            for turn in [turn for turn in list(self.waiting) if not turn.locked()]:
-                self.waiting.pop(turn, None)  # it was interrupted
-            if self._ended.qsize() < len(self.waiting):
-                self._ended.put(None)
+            for turn, bell in list(self.waiting.items()):
+                if not turn.locked():
+                    self.waiting.pop(turn, None)  # it was interrupted
+                elif bell.locked():
+                    bell.release()
+                    if not every:
+                        break
 
 
 _AnyStream = TypeVar("_AnyStream")
