@@ -2,6 +2,7 @@
 return.
 """
 
+import itertools
 from collections.abc import Awaitable, Callable, Iterable
 from typing import Any
 
@@ -151,10 +152,14 @@ async def outcome(call: Awaitable[Any]) -> tuple[Any, InfiniStoreException | Non
         return None, error
 
 
-async def works_again(store: AsyncStore, tries: Iterable[object] = range(1000)) -> None:
-    """The store answers, now or once its breaker has let a probe through."""
+async def works_again(store: AsyncStore, tries: Iterable[object] | None = None) -> None:
+    """The store answers, now or once its breaker has let a probe through.
+
+    By default it may take as long as a test may: a server that is stopped for a while
+    is refused thousands of times meanwhile.
+    """
     error: InfiniStoreException | None = None
-    for _ in tries:
+    for _ in itertools.count() if tries is None else tries:
         _, error = await outcome(store.exists_many(list(OLD)))
         if error is None:
             return
