@@ -20,7 +20,17 @@ import attrs
 import numpy as np
 import numpy.typing as npt
 
-from infinistore.disk.format import END_BYTES, OWN_CHECKSUM, End, Listing, Table, encode_end, encode_table, table_bytes
+from infinistore.disk.format import (
+    END_BYTES,
+    OWN_CHECKSUM,
+    SAVED_SHIFT,
+    End,
+    Listing,
+    Table,
+    encode_end,
+    encode_table,
+    table_bytes,
+)
 from infinistore.disk.jobs import ALIGNMENT_BYTES, Flush, Job, Result, Write, aligned, file_bytes
 from infinistore.disk.log import Durable, Location, Log, Lost, Segment, SegmentState, rows_of
 from infinistore.disk.records import fingerprints
@@ -149,7 +159,7 @@ class Batches:
             kept = ~again | self._still_at(keys, slots, sources)
         rows = np.flatnonzero(kept).tolist()
         encoded = [keys[row].encode() for row in rows]
-        paged = [aligned(lengths[row]) for row in rows]
+        paged = [aligned(len(views[row])) for row in rows]
         key_bytes = sum(map(len, encoded))
         segment = self._segment_for(len(rows), key_bytes, sum(paged))
         self.was_refused = segment is None
@@ -162,6 +172,8 @@ class Batches:
             log.events.append(Durable(token))
             return token
         blocks = np.array(paged, np.int64)
+        saved = (np.array([aligned(lengths[row]) for row in rows], np.int64) - blocks) // ALIGNMENT_BYTES
+        own = 0 if own_checksums is None else np.array(own_checksums, np.int64)[kept] * OWN_CHECKSUM
         starts = segment.end_bytes + aligned(table_bytes(len(rows), key_bytes)) + np.cumsum(blocks) - blocks
         listing = Listing.of(
             encoded,
@@ -170,7 +182,7 @@ class Batches:
             checksum=np.array(checksums, np.uint64)[kept],
             page=np.where(blocks > 0, starts // ALIGNMENT_BYTES, 0),
             length=np.array(lengths, np.uint32)[kept],
-            flags=0 if own_checksums is None else np.array(own_checksums, np.uint16)[kept] * OWN_CHECKSUM,
+            flags=saved << SAVED_SHIFT | own,
             tenant=0,
             expiry=0,
         )

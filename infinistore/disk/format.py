@@ -28,12 +28,15 @@ import numpy as np
 import numpy.typing as npt
 from xxhash import xxh3_64_intdigest
 
+from infinistore.disk.compression import check_zstandard
 from infinistore.disk.jobs import ALIGNMENT_BYTES, aligned
 from infinistore.disk.records import SHARDS, Rows
 from infinistore.errors import ConfigError
 
 OWN_CHECKSUM = 1
 """The flag of a block whose checksum is the tier's, not its writer's."""
+SAVED_SHIFT = 4
+"""Where in its flags a record has how many pages compression saves; 0: none."""
 
 COLUMNS: tuple[tuple[str, str], ...] = (
     ("low", "<u8"),
@@ -84,6 +87,17 @@ class Listing:
     def __len__(self) -> int:
         return self.low.size
 
+    @property
+    def saved(self) -> npt.NDArray[np.uint16]:
+        """By how many pages each block is shorter on the disk; 0: not compressed."""
+        saved: npt.NDArray[np.uint16] = self.flags >> np.uint16(SAVED_SHIFT)
+        return saved
+
+    @property
+    def pages(self) -> npt.NDArray[np.int64]:
+        """How many pages each block takes on the disk."""
+        return -(-self.length.astype(np.int64) // ALIGNMENT_BYTES) - self.saved
+
     def keys(self) -> list[str]:
         """Return the keys."""
         ends = np.cumsum(self.key_length, dtype=np.int64).tolist()
@@ -108,8 +122,9 @@ class Listing:
 
     def is_within(self, segment_bytes: int) -> bool:
         """Return whether all blocks are inside a segment."""
-        ends = self.page.astype(np.int64) * ALIGNMENT_BYTES + self.length
-        return not ends.size or int(ends.max()) <= segment_bytes
+        pages = self.pages
+        ends = (self.page + pages) * ALIGNMENT_BYTES
+        return not ends.size or (int(ends.max()) <= segment_bytes and bool((pages > 0)[self.saved > 0].all()))
 
     def encoded(self) -> list[bytes]:
         """Return the columns, then the keys."""
@@ -150,6 +165,8 @@ class Origin:
 
 
 VERSION = 1
+COMPRESSED_VERSION = 2
+"""Of the superblock of a disk that may have compressed blocks. All else is the same."""
 COPIES = 2
 SUPERBLOCK_BYTES = ALIGNMENT_BYTES
 """Of one copy; the file `disk` has two, one after the other."""
@@ -176,9 +193,9 @@ class Header:
         return cls(*cls.LAYOUT.unpack_from(data, LEAD.size))
 
 
-def checked(magic: bytes, body: bytes, seed: int) -> bytes:
+def checked(magic: bytes, body: bytes, seed: int, version: int = VERSION) -> bytes:
     """Return a body behind a lead."""
-    covered = VERSION.to_bytes(4, "little") + body
+    covered = version.to_bytes(4, "little") + body
     return magic + xxh3_64_intdigest(covered, seed).to_bytes(8, "little") + covered
 
 
@@ -198,7 +215,7 @@ class Superblock(Header):
     """What a disk is, in one page. Of the two copies, the higher `revision` counts."""
 
     MAGIC: ClassVar = b"INFSDISK"
-    LAYOUT: ClassVar = struct.Struct("<I16s16sQQQQQQQ")
+    LAYOUT: ClassVar = struct.Struct("<I16s16sQQQQQQQI")
 
     clean: int
     """1 if the snapshot is all there is to know, else 0."""
@@ -219,12 +236,15 @@ class Superblock(Header):
     one was away meanwhile, and what it has may be out of date."""
     snapshot: int
     """If clean: the checksum of the snapshot's header."""
+    compressed: int = 0
+    """1 if there may be compressed blocks, else 0."""
 
 
 def encode_superblock(superblock: Superblock) -> bytes:
     """Return a copy of the superblock."""
     body = superblock.pack()
-    return checked(Superblock.MAGIC, body + bytes(SUPERBLOCK_BYTES - LEAD.size - len(body)), 0)
+    version = COMPRESSED_VERSION if superblock.compressed else VERSION
+    return checked(Superblock.MAGIC, body + bytes(SUPERBLOCK_BYTES - LEAD.size - len(body)), 0, version)
 
 
 def is_unwritten(data: bytes) -> bool:
@@ -235,7 +255,8 @@ def is_unwritten(data: bytes) -> bool:
 def decode_superblocks(data: bytes, name: str = "the disk") -> Superblock:
     """Return the newest whole copy of the file `disk`.
 
-    ConfigError: there is none, or it has another version. The message names the remedy.
+    ConfigError: there is none, it has another version, or what decompresses its blocks
+    is not installed. The message names the remedy.
     """
     found: list[Superblock] = []
     magic = False
@@ -247,16 +268,19 @@ def decode_superblocks(data: bytes, name: str = "the disk") -> Superblock:
         _, checksum, version = LEAD.unpack_from(page)
         if checksum != xxh3_64_intdigest(page[_COVERED_FROM:], 0):
             continue
-        if version != VERSION:
+        if version not in (VERSION, COMPRESSED_VERSION):
             raise ConfigError(
-                f"{name} has format version {version}, and this release reads version {VERSION}: use the release"
-                " that wrote it, or wipe the disk (infinistore disk wipe)"
+                f"{name} has format version {version}, and this release reads versions {VERSION} and"
+                f" {COMPRESSED_VERSION}: use the release that wrote it, or wipe the disk (infinistore disk wipe)"
             )
         superblock = Superblock.unpack(page)
         if superblock.segment_bytes and not superblock.segment_bytes % ALIGNMENT_BYTES:
             found.append(superblock)
     if found:
-        return max(found, key=lambda one: one.revision)
+        newest = max(found, key=lambda one: one.revision)
+        if newest.compressed:
+            check_zstandard(name)
+        return newest
     if magic:
         raise ConfigError(
             f"both copies of the superblock of {name} are damaged, so nothing on it can be read: replace the disk,"
@@ -442,6 +466,7 @@ SEGMENT_COLUMNS = (
 _SEGMENT = np.dtype(list(SEGMENT_COLUMNS))
 ROW_COLUMNS = (("low", "<u8"), ("seal", "<u8"), ("segment", "<u4"), ("page", "<u4"), ("length", "<u4"))
 _OWN, _LIVE = 1, 2
+_SAVED = np.dtype("<u2")
 SNAPSHOT_ROW_BYTES = sum(np.dtype(kind).itemsize for _, kind in ROW_COLUMNS) + 1
 
 
@@ -493,7 +518,8 @@ class SnapshotSection(Header):
     uuid: bytes
     sequence: int
     rows: int
-    reserved: int = 0
+    compressed: int = 0
+    """1 if a column `saved` follows the others, else 0: no block is compressed."""
 
 
 _SECTION_BYTES = LEAD.size + SnapshotSection.LAYOUT.size
@@ -522,8 +548,9 @@ def encode_section(shard: int, rows: Rows, *, uuid: bytes, sequence: int, seed: 
     """Return the section of a shard, with its padding."""
     columns = [getattr(rows, name).astype(kind).tobytes() for name, kind in ROW_COLUMNS]
     flags = (rows.own * np.uint8(_OWN) | rows.live * np.uint8(_LIVE)).tobytes()
-    header = SnapshotSection(shard, uuid, sequence, rows.low.size)
-    section = checked(SnapshotSection.MAGIC, b"".join([header.pack(), *columns, flags]), seed)
+    saved = rows.saved.astype(_SAVED).tobytes() if rows.saved.any() else b""
+    header = SnapshotSection(shard, uuid, sequence, rows.low.size, int(bool(saved)))
+    section = checked(SnapshotSection.MAGIC, b"".join([header.pack(), *columns, flags, saved]), seed)
     return section + bytes(aligned(len(section)) - len(section))
 
 
@@ -532,7 +559,7 @@ def decode_section(data: memoryview, *, shard: int, uuid: bytes, sequence: int, 
     if len(data) < _SECTION_BYTES:
         return None
     header = SnapshotSection.unpack(data)
-    length = _SECTION_BYTES + header.rows * SNAPSHOT_ROW_BYTES
+    length = _SECTION_BYTES + header.rows * (SNAPSHOT_ROW_BYTES + header.compressed * _SAVED.itemsize)
     if len(data) < length:
         return None
     data = data[:length]
@@ -548,7 +575,10 @@ def decode_section(data: memoryview, *, shard: int, uuid: bytes, sequence: int, 
         columns[name] = np.frombuffer(data, kind, header.rows, offset)
         offset += columns[name].nbytes
     flags = np.frombuffer(data, np.uint8, header.rows, offset)
-    return Rows(**columns, own=(flags & _OWN) != 0, live=(flags & _LIVE) != 0)
+    saved = np.zeros(header.rows, _SAVED)
+    if header.compressed:
+        saved = np.frombuffer(data, _SAVED, header.rows, offset + flags.nbytes)
+    return Rows(**columns, saved=saved, own=(flags & _OWN) != 0, live=(flags & _LIVE) != 0)
 
 
 def encode_snapshot_header(

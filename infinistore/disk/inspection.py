@@ -13,12 +13,11 @@ import attrs
 import numpy as np
 
 from infinistore.disk.format import Listing, Superblock, joined
-from infinistore.disk.jobs import ALIGNMENT_BYTES, ReadInto, Steps, aligned
+from infinistore.disk.jobs import ALIGNMENT_BYTES, Steps
 from infinistore.disk.log import Log, Segment, Segments, SegmentState
 from infinistore.disk.records import SHARDS, Records
-from infinistore.disk.recovery import find_batches, read_footer, recover
+from infinistore.disk.recovery import find_batches, groups_of, read_blocks, read_footer, recover
 
-_GROUP_BYTES = 4 << 20
 _GROUPS_AT_ONCE = 8
 
 
@@ -112,12 +111,11 @@ class Inspector:
         """After `inspect`: read the blocks of a segment, and compare hashes."""
         _, listing = yield from self._listed(self._log.segments[number])
         listing = listing.only(listing.length > 0)
-        lengths, pages = listing.length.tolist(), listing.page.tolist()
-        groups = _groups(lengths, pages)
+        groups = groups_of(listing, range(len(listing)))
         bad: dict[int, int] = {}
         while groups:
             some, groups = groups[:_GROUPS_AT_ONCE], groups[_GROUPS_AT_ONCE:]
-            jobs = [_reading(number, group, lengths, pages) for group in some]
+            jobs = [read_blocks(0, number, listing, group) for group in some]
             for group, result in zip(some, (yield jobs), strict=True):
                 if result.errno and len(group) > 1:
                     groups += [[row] for row in group]  # to learn which of them it is
@@ -125,7 +123,7 @@ class Inspector:
                 for row, checksum in zip(group, result.checksums, strict=True):
                     if result.errno or checksum != int(listing.checksum[row]):
                         bad[row] = result.errno
-        return Verified(len(listing), sum(lengths), self._damaged(number, listing, bad))
+        return Verified(len(listing), int(listing.length.sum(dtype=np.int64)), self._damaged(number, listing, bad))
 
     def _damaged(self, number: int, listing: Listing, bad: Mapping[int, int]) -> list[DamagedBlock]:
         if not bad:
@@ -173,27 +171,3 @@ def _contents(segment: Segment, batches: int, listing: Listing) -> SegmentConten
         tombstones=tombstones,
         blocks_bytes=int(listing.length.sum(dtype=np.int64)),
     )
-
-
-def _groups(lengths: list[int], pages: list[int]) -> list[list[int]]:
-    """Return rows that lie next to each other, up to so many bytes together."""
-    groups: list[list[int]] = []
-    gathered_bytes = next_page = 0
-    for row, (length, page) in enumerate(zip(lengths, pages, strict=True)):
-        if not groups or page != next_page or gathered_bytes + length > _GROUP_BYTES:
-            groups.append([])
-            gathered_bytes = 0
-        groups[-1].append(row)
-        gathered_bytes += aligned(length)
-        next_page = page + aligned(length) // ALIGNMENT_BYTES
-    return groups
-
-
-def _reading(number: int, group: list[int], lengths: list[int], pages: list[int]) -> ReadInto:
-    wanted = [lengths[row] for row in group]
-    memory = memoryview(bytearray(sum(map(aligned, wanted))))
-    views, start = [], 0
-    for length in wanted:
-        views.append(memory[start : start + length])
-        start += aligned(length)
-    return ReadInto(0, f"segments/{number}", pages[group[0]] * ALIGNMENT_BYTES, views, wanted)

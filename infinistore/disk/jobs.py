@@ -60,6 +60,10 @@ class ReadInto:
     """If not empty, a number for each view: hash so many of its bytes, the first ones
     (xxh3-64), right where they were read. The hashes are `Result.checksums`; 0 for a
     view that was not read in full."""
+    blocks: Sequence[memoryview | None] = attrs.field(default=(), repr=False)
+    """If not empty, for each view None, or where the compressed block goes that is in
+    it. It is decompressed right after it was read, and then its hash is that of the
+    block, whatever `hash_lengths` says; 0 if it is damaged."""
 
 
 @attrs.frozen(eq=False)
@@ -75,6 +79,14 @@ class Write:
 @attrs.frozen(eq=False)
 class HashBlocks:
     """Hash each view (xxh3-64) into `Result.checksums`, in a thread."""
+
+    volume: int
+    views: Sequence[memoryview] = attrs.field(repr=False)
+
+
+@attrs.frozen(eq=False)
+class Compress:
+    """Compress each view into `Result.compressed`, in a thread."""
 
     volume: int
     views: Sequence[memoryview] = attrs.field(repr=False)
@@ -118,7 +130,7 @@ class WriteSuperblock:
     """At most `ALIGNMENT_BYTES`."""
 
 
-Job: TypeAlias = ReadInto | Write | HashBlocks | Flush | Allocate | Replace | WriteSuperblock
+Job: TypeAlias = ReadInto | Write | HashBlocks | Compress | Flush | Allocate | Replace | WriteSuperblock
 
 
 @attrs.frozen(eq=False)
@@ -135,6 +147,8 @@ class Result:
     there."""
     checksums: Sequence[int] = attrs.field(default=(), repr=False)
     """The hashes that the job asked for."""
+    compressed: Sequence[bytes | None] = attrs.field(default=(), repr=False)
+    """The blocks that were compressed; None for one that is not worth it."""
 
 
 _Returned = TypeVar("_Returned")

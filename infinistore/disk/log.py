@@ -249,6 +249,14 @@ class Location(NamedTuple):
     not this key's: call `drop`, and treat it as a miss."""
     own_checksum: bool
     """The tier computed it for a block without one: readers see no checksum."""
+    saved_pages: int = 0
+    """By how many pages of `ALIGNMENT_BYTES` it is shorter on the disk, because it is
+    compressed; 0: it is not."""
+
+    @property
+    def stored_bytes(self) -> int:
+        """What it takes on the disk, with padding."""
+        return aligned(self.length) - self.saved_pages * ALIGNMENT_BYTES
 
 
 def locations_of(*columns: Iterable[int]) -> Iterator[Location]:
@@ -405,6 +413,7 @@ def rows_of(listing: Listing, segment: int) -> Rows:
         segment=np.full(count, segment, np.uint32),
         page=listing.page,
         length=listing.length,
+        saved=listing.saved,
         own=(listing.flags & OWN_CHECKSUM) != 0,
         live=np.ones(count, np.bool_),
     )

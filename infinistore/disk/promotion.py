@@ -18,6 +18,7 @@ from infinistore.core import NO_CHECKSUM, Client, Reservation, StoreCore
 from infinistore.core.index import length_of
 from infinistore.disk.disks import Disks, Place
 from infinistore.disk.jobs import ALIGNMENT_BYTES, ReadInto, Result, aligned
+from infinistore.disk.reinsertion import aligned_memory
 from infinistore.disk.settings import LARGEST_READ_BYTES, MOST_BLOCKS_PER_GROUP, MOST_READS
 from infinistore.disk.waits import Wait
 from infinistore.errors import LimitExceeded, OutOfMemory, ValueTooLarge
@@ -174,10 +175,15 @@ class Promotion:
     def _start_read(self, group: _Group, reservation: Reservation, positions: list[int]) -> None:
         places = [group.places[i] for i in positions]
         disk, first = places[0].disk, places[0].location
-        views = [self._room(reservation.extents[i]) for i in positions]
         lengths = [place.location.length for place in places]
         locations = [place.location for place in places]
-        job = ReadInto(disk.number, f"segments/{first.segment}", first.offset, views, lengths)
+        views = [self._room(reservation.extents[i]) for i in positions]
+        blocks: list[memoryview | None] = [None] * len(views)
+        for number, one in enumerate(locations):
+            if one.saved_pages:
+                blocks[number] = views[number][: one.length]
+                views[number] = aligned_memory(one.stored_bytes)
+        job = ReadInto(disk.number, f"segments/{first.segment}", first.offset, views, lengths, blocks)
         group.jobs += 1
         disk.volume.pin(locations)
 
@@ -315,5 +321,5 @@ def _follows(one: Place, other: Place) -> bool:
         one.disk is other.disk
         and one.location.segment == other.location.segment
         and one.location.incarnation == other.location.incarnation
-        and one.location.offset + aligned(one.location.length) == other.location.offset
+        and one.location.offset + one.location.stored_bytes == other.location.offset
     )

@@ -32,6 +32,7 @@ from infinistore.disk.jobs import ALIGNMENT_BYTES
 
 U64: TypeAlias = npt.NDArray[np.uint64]
 U32: TypeAlias = npt.NDArray[np.uint32]
+U16: TypeAlias = npt.NDArray[np.uint16]
 Int: TypeAlias = npt.NDArray[np.int64]
 Flags: TypeAlias = npt.NDArray[np.bool_]
 
@@ -47,11 +48,14 @@ _LEAST_LOADED = 1 << 20
 _MAP_NORESERVE = 0x4000  # Linux; the mmap module has no name for it before 3.13
 
 _EMPTY, _DELETED, _LEAST_LOW = np.uint64(0), np.uint64(1), np.uint64(2)
-MOST_SEGMENT_BYTES = ALIGNMENT_BYTES << 24
-# A place: segment (24 bits), page (24), lap (8), spare (4), own checksum, live, reads
-# (2).
-_SEGMENT_SHIFT, _PAGE_SHIFT, _LAP_SHIFT = np.uint64(40), np.uint64(16), np.uint64(8)
-_PAGE_MASK, _LAP_MASK, _WHERE_MASK = np.uint64((1 << 24) - 1), np.uint64(0xFF), ~np.uint64(0xFFFF)
+MOST_SEGMENT_BYTES = ALIGNMENT_BYTES << 16
+MOST_SAVED_PAGES = (1 << 12) - 1
+"""The most pages that a block may take less on disk, because it is compressed."""
+# A place: segment (24 bits), page (16), saved pages (12), lap (8), own checksum, live,
+# reads (2).
+_SEGMENT_SHIFT, _PAGE_SHIFT, _SAVED_SHIFT, _LAP_SHIFT = np.uint64(40), np.uint64(24), np.uint64(12), np.uint64(4)
+_PAGE_MASK, _SAVED_MASK, _LAP_MASK = np.uint64(0xFFFF), np.uint64(MOST_SAVED_PAGES), np.uint64(0xFF)
+_WHERE_MASK = ~np.uint64((1 << 24) - 1)
 _OWN, _LIVE, _READS = np.uint64(8), np.uint64(4), np.uint64(3)
 
 
@@ -63,13 +67,18 @@ class Fingerprints(NamedTuple):
 
 
 class Rows(NamedTuple):
-    """Records as columns. Places are in units of 4 KiB (`page`), lengths in bytes."""
+    """Records as columns. Places are in units of 4 KiB (`page`), lengths in bytes.
+
+    `saved` is by how many pages of 4 KiB a block is shorter on disk: 0, unless it is
+    compressed.
+    """
 
     low: U64
     seal: U64
     segment: U32
     page: U32
     length: U32
+    saved: U16
     own: Flags
     live: Flags
 
@@ -79,6 +88,7 @@ class Rows(NamedTuple):
             return self
         return Rows(
             *(self.low[wanted], self.seal[wanted], self.segment[wanted], self.page[wanted], self.length[wanted]),
+            saved=self.saved[wanted],
             own=self.own[wanted],
             live=self.live[wanted],
         )
@@ -240,6 +250,7 @@ class Records:
 
     def _encoded(self, rows: Rows) -> _Columns:
         place = _where(rows.segment, rows.page) | (self._laps[rows.segment] << _LAP_SHIFT)
+        place |= rows.saved.astype(np.uint64) << _SAVED_SHIFT
         place |= rows.own * _OWN
         place |= rows.live * _LIVE
         return _Columns(rows.low, rows.seal, place, rows.length)
@@ -405,6 +416,7 @@ def _decoded(columns: _Columns) -> Rows:
         (place >> _SEGMENT_SHIFT).astype(np.uint32),
         ((place >> _PAGE_SHIFT) & _PAGE_MASK).astype(np.uint32),
         columns.length,
+        ((place >> _SAVED_SHIFT) & _SAVED_MASK).astype(np.uint16),
         (place & _OWN) != 0,
         (place & _LIVE) != 0,
     )

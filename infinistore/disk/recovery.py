@@ -150,31 +150,44 @@ def without_torn_blocks(log: Log, number: int, found: Found) -> Steps[Content]:
     return Content([table.sequence for table, _ in found], list(map(len, listings)), joined(listings), end)
 
 
+def groups_of(listing: Listing, rows: Sequence[int]) -> list[list[int]]:
+    """Return rows whose blocks lie next to each other, and have up to 4 MiB together:
+    decompressed, because a page may have very much."""
+    pages, ends = listing.page.tolist(), (listing.page + listing.pages).tolist()
+    lengths = listing.length.tolist()
+    groups: list[list[int]] = []
+    gathered_bytes = 0
+    for row in rows:
+        is_next = bool(groups) and pages[row] == ends[groups[-1][-1]]
+        if not is_next or gathered_bytes + lengths[row] > _CHUNK_BYTES:
+            groups.append([])
+            gathered_bytes = 0
+        groups[-1].append(row)
+        gathered_bytes += aligned(lengths[row])
+    return groups
+
+
+def read_blocks(volume: int, segment: int, listing: Listing, rows: Sequence[int]) -> ReadInto:
+    """Return a job that reads and hashes the blocks of rows, which lie next to each
+    other, into new memory."""
+    lengths = listing.length[rows].tolist()
+    ends = (np.cumsum(listing.pages[rows]) * ALIGNMENT_BYTES).tolist()
+    memory = memoryview(bytearray(ends[-1]))
+    views = [memory[start:end][:length] for start, end, length in zip([0, *ends], ends, lengths, strict=False)]
+    saved = listing.saved[rows].tolist()
+    blocks = [memoryview(bytearray(length)) if one else None for length, one in zip(lengths, saved, strict=True)]
+    offset = int(listing.page[rows[0]]) * ALIGNMENT_BYTES
+    return ReadInto(volume, f"segments/{segment}", offset, views, lengths, blocks)
+
+
 def _whole(log: Log, number: int, listing: Listing) -> Steps[npt.NDArray[np.bool_]]:
     """Return which rows are tombstones, or have their block on the disk."""
     whole: npt.NDArray[np.bool_] = listing.length == 0
-    rows = np.flatnonzero(~whole).tolist()
-    lengths, pages = listing.length.tolist(), listing.page.tolist()
     checksums = listing.checksum.tolist()
-    groups: list[list[int]] = []
-    for row in rows:
-        group = groups[-1] if groups else []
-        span = (pages[row] - pages[group[0]]) * ALIGNMENT_BYTES if group else _CHUNK_BYTES
-        adjacent = group and pages[row] * ALIGNMENT_BYTES == pages[group[-1]] * ALIGNMENT_BYTES + aligned(
-            lengths[group[-1]]
-        )
-        if adjacent and span + lengths[row] <= _CHUNK_BYTES:
-            group.append(row)
-        else:
-            groups.append([row])
+    groups = groups_of(listing, np.flatnonzero(~whole).tolist())
     while groups:
         group = groups.pop(0)
-        blocks = [lengths[row] for row in group]
-        starts = np.cumsum([0, *map(aligned, blocks)]).tolist()
-        data = memoryview(bytearray(starts[-1]))
-        views = [data[start : start + length] for start, length in zip(starts, blocks, strict=False)]
-        job = ReadInto(log.number, f"segments/{number}", pages[group[0]] * ALIGNMENT_BYTES, views, hash_lengths=blocks)
-        [result] = yield [job]
+        [result] = yield [read_blocks(log.number, number, listing, group)]
         if result.errno and len(group) > 1:
             groups[:0] = [[row] for row in group]
         elif result.errno:

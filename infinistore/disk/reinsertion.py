@@ -46,8 +46,8 @@ class Reinsertion:
         worth.sort(key=lambda i: -reclaim.reads[i])
         chosen, left_bytes = [], disk.volume.reinsertion_bytes
         for i in worth:
-            if aligned(reclaim.locations[i].length) <= left_bytes:
-                left_bytes -= aligned(reclaim.locations[i].length)
+            if reclaim.locations[i].stored_bytes <= left_bytes:
+                left_bytes -= reclaim.locations[i].stored_bytes
                 chosen.append(i)
         blocks = deque((reclaim.keys[i], reclaim.locations[i]) for i in sorted(chosen))
         self._rescues.setdefault(disk, deque()).append(_Rescue(reclaim.segment, blocks))
@@ -87,18 +87,21 @@ class Reinsertion:
     def _read(self, disk: Disk, rescue: _Rescue) -> None:
         keys: list[str] = []
         locations: list[Location] = []
+        gathered_bytes = 0  # decompressed
         while rescue.blocks and len(keys) < MOST_BLOCKS_PER_GROUP:
             key, location = rescue.blocks[0]
-            end = locations[-1].offset + aligned(locations[-1].length) if locations else location.offset
-            first = locations[0].offset if locations else location.offset
-            if location.offset != end or (locations and end + location.length - first > LARGEST_READ_BYTES):
+            end = locations[-1].offset + locations[-1].stored_bytes if locations else location.offset
+            if location.offset != end or (locations and gathered_bytes + location.length > LARGEST_READ_BYTES):
                 break
             rescue.blocks.popleft()
+            gathered_bytes += aligned(location.length)
             keys.append(key)
             locations.append(location)
-        memory = aligned_memory(sum(aligned(one.length) for one in locations))
+        memory = aligned_memory(sum(one.stored_bytes for one in locations))
         first = locations[0].offset
-        views = [memory[one.offset - first :][: aligned(one.length)] for one in locations]
+        views = [memory[one.offset - first :][: one.stored_bytes] for one in locations]
+        # Compressed blocks are moved as they are, and decompressed only to be verified.
+        blocks = [memoryview(bytearray(one.length)) if one.saved_pages else None for one in locations]
         rescue.is_busy = True
 
         def ended(result: Result) -> None:
@@ -116,7 +119,8 @@ class Reinsertion:
                 )
 
         lengths = [one.length for one in locations]
-        disk.traffic.start(ReadInto(disk.number, f"segments/{rescue.segment}", first, views, lengths), ended)
+        job = ReadInto(disk.number, f"segments/{rescue.segment}", first, views, lengths, blocks)
+        disk.traffic.start(job, ended)
 
     def _append(
         self,

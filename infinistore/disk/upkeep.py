@@ -13,6 +13,7 @@ from infinistore.disk.format import (
     END_BYTES,
     OPEN,
     OWN_CHECKSUM,
+    SAVED_SHIFT,
     SEALED,
     End,
     Footer,
@@ -152,6 +153,7 @@ class Upkeep:
                     length,
                     checksum,
                     bool(flags & OWN_CHECKSUM),
+                    flags >> SAVED_SHIFT,
                 )
                 for page, length, checksum, flags in zip(
                     some.page.tolist(), some.length.tolist(), some.checksum.tolist(), some.flags.tolist(), strict=True

@@ -112,6 +112,9 @@ class Volume:
         """The number of the disk in its tier, and in all jobs."""
         self.name = f"disk {number}"
         """What the log calls it."""
+        self.compresses = False
+        """Whether blocks are appended compressed. To be set before the first step: the
+        superblock says so before such a block is written."""
         self.state: VolumeState = "recovering"
         self.reinsertion_bytes = superblock.segment_bytes // 5
         """The most that should be appended again of one segment."""
@@ -191,8 +194,10 @@ class Volume:
         """Mark the disk as in use, give footers to segments without one, and open."""
         log = self._log
         session = log.settled >> SESSION_SHIFT
-        for _ in range(copies):
-            errno = yield from log.write_superblock(session=session, clean=0)
+        compressed = int(self.compresses or log.superblock.compressed)
+        # No older copy is to count again that does not say so.
+        for _ in range(2 if compressed > log.superblock.compressed else copies):
+            errno = yield from log.write_superblock(session=session, clean=0, compressed=compressed)
             if errno:
                 self._stop(errno)
                 return
@@ -268,6 +273,7 @@ class Volume:
             rows.length.tolist(),
             (rows.seal ^ marks.high[live]).tolist(),
             rows.own.tolist(),
+            rows.saved.tolist(),
         )
         if len(numbers) == len(keys):
             return list(locations)
@@ -336,8 +342,9 @@ class Volume:
         """Append a batch to the log; return its token, or None if there is no room.
 
         Keys of length 0 are tombstones: their view is empty. Every block has a
-        checksum. The views are of the blocks' bytes and belong to the volume until an
-        event names the token: `Durable` or `Lost`. ValueError: more than `fitting`.
+        checksum. The views are of the blocks' bytes, or of a compressed block, which
+        takes fewer pages than its length, and belong to the volume until an event names
+        the token: `Durable` or `Lost`. ValueError: more than `fitting`.
 
         A record with a source is a block that is appended again. It is left out if its
         key is not there any more when the batch is appended. No key may be in the

@@ -7,11 +7,12 @@ results. That works in an event loop and with poll(2) alike. `run_steps` does it
 caller that waits until the end.
 
 The threads are a disk's own, so that a slow disk holds up no other one. Readers read.
-Writers do everything else: write, flush, allocate, hash. So reads never wait behind
-writes. How much is written beside reads, the tier decides. Whoever waits for results is
-woken once for all that have come since. Measured on two virtual cores: 2.0 GB/s of
-reads beside a Trio server, where Trio's own threads give 1.6 to 1.8 GB/s and io_uring,
-called in the loop, no more than these. One writer is often in a flush, so two are too
+Writers do everything else: write, flush, allocate, hash, compress. So reads never wait
+behind writes. How much is written beside reads, the tier decides. Whoever waits for
+results is woken once for all that have come since. Measured on two virtual cores: 2.0
+GB/s of reads beside a Trio server, where Trio's own threads give 1.6 to 1.8 GB/s and
+io_uring, called in the loop, no more than these. One writer is often in a flush, so two
+are too
 few: below a store, four wrote 2.3 GB/s in pieces of 2 MiB, two wrote 1.8, where fio
 gave 2.5.
 
@@ -31,14 +32,16 @@ import time
 from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from typing import Final, TypeAlias, TypeVar
+from typing import Any, Final, TypeAlias, TypeVar
 
 import attrs
 from xxhash import xxh3_64_intdigest
 
+from infinistore.disk.compression import checksum, compress
 from infinistore.disk.jobs import (
     WAIT,
     Allocate,
+    Compress,
     Flush,
     HashBlocks,
     Job,
@@ -179,9 +182,9 @@ class Transfer:
     def _hash_cut_blocks(self) -> None:
         assert isinstance(self.job, ReadInto)
         start = 0
-        for number, (view, length) in enumerate(zip(self.job.views, self.job.hash_lengths, strict=True)):
+        for number, view in enumerate(self.job.views):
             if len(view) > self._piece_bytes and start + len(view) <= self._transferred_bytes:
-                self.checksums[number] = xxh3_64_intdigest(view[:length])
+                self.checksums[number] = checksum(self.job, number)
             start += aligned(len(view))
 
 
@@ -207,7 +210,7 @@ class Piece:
         start = 0
         for number, view in enumerate(self.views, self.first):
             if start + len(view) <= transferred_bytes:
-                self.transfer.checksums[number] = xxh3_64_intdigest(view[: job.hash_lengths[number]])
+                self.transfer.checksums[number] = checksum(job, number)
             start += aligned(len(view))
 
 
@@ -234,7 +237,7 @@ _log: Final = logging.getLogger("infinistore.disk")
 _LOG_EVERY_S: Final = 10.0
 """How often a disk says at most that jobs fail."""
 
-_Work: TypeAlias = Piece | HashBlocks | Flush | Allocate | Replace | WriteSuperblock
+_Work: TypeAlias = Piece | HashBlocks | Compress | Flush | Allocate | Replace | WriteSuperblock
 
 
 class DiskThreads:
@@ -369,8 +372,9 @@ class DiskThreads:
             self._running[threading.get_ident()] = (self._clock(), work)
             return work
 
-    def _carry_out(self, work: _Work, buffer: BounceBuffer) -> tuple[int, int, list[int]]:
-        """Return the error, the bytes that were transferred, and hashes."""
+    def _carry_out(self, work: _Work, buffer: BounceBuffer) -> tuple[int, int, list[Any]]:
+        """Return the error, the bytes that were transferred, and what was made: hashes,
+        or compressed blocks."""
         try:
             return self._do(work, buffer)
         except OSError as error:
@@ -395,10 +399,10 @@ class DiskThreads:
         fields = {"disk": str(self._disk_files.folder.path), "job": _describe(work), "problem": problem}
         _log.warning("a job of a disk failed", extra=fields | ({"left_out": failures - 1} if failures > 1 else {}))
 
-    def _do(self, work: _Work, buffer: BounceBuffer) -> tuple[int, int, list[int]]:
+    def _do(self, work: _Work, buffer: BounceBuffer) -> tuple[int, int, list[Any]]:
         files = self._disk_files
         transferred_bytes = 0
-        checksums: list[int] = []
+        made: list[Any] = []
         match work:
             case Piece(transfer=Transfer(job=ReadInto(file=file))):
                 transferred_bytes = files.read(file, work.offset, buffer.vectors(work.views))
@@ -409,7 +413,9 @@ class DiskThreads:
                 buffer.fill()
                 transferred_bytes = files.write(file, work.offset, vectors)
             case HashBlocks(views=views):
-                checksums = [xxh3_64_intdigest(view) for view in views]
+                made = [xxh3_64_intdigest(view) for view in views]
+            case Compress(views=views):
+                made = [compress(view) for view in views]
             case Flush(file=file):
                 files.flush(file)
             case Allocate(file=file, length_bytes=length_bytes):
@@ -418,17 +424,18 @@ class DiskThreads:
                 files.replace(file, views)
             case WriteSuperblock(copy=copy, data=data):
                 files.write_superblock(copy, data)
-        return 0, transferred_bytes, checksums
+        return 0, transferred_bytes, made
 
-    def _finish(self, work: _Work, code: int, transferred_bytes: int, checksums: list[int]) -> None:
+    def _finish(self, work: _Work, code: int, transferred_bytes: int, made: list[Any]) -> None:
         with self._lock:
             del self._running[threading.get_ident()]
-        self._complete(work, code, transferred_bytes, checksums)
+        self._complete(work, code, transferred_bytes, made)
 
-    def _complete(self, work: _Work, code: int, transferred_bytes: int, checksums: list[int]) -> None:
+    def _complete(self, work: _Work, code: int, transferred_bytes: int, made: list[Any]) -> None:
         """Answer a job, if this was all of it, or the last piece."""
         if not isinstance(work, Piece):
-            self._answer(Result(work, code, 0, checksums))
+            is_compressed = isinstance(work, Compress)
+            self._answer(Result(work, code, compressed=made) if is_compressed else Result(work, code, checksums=made))
             return
         with self._lock:
             last = work.transfer.finish(code, transferred_bytes)

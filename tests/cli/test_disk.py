@@ -192,7 +192,7 @@ def test_a_disk_of_another_version_is_refused_and_can_be_wiped(command: Run, dis
     for name in ("inspect", "verify"):
         ended = command("disk", name, str(disk))
         assert ended.returncode == 2
-        assert b"has format version 9, and this release reads version 1" in ended.stderr
+        assert b"has format version 9, and this release reads versions 1 and 2" in ended.stderr
     assert command("disk", "wipe", "--yes", str(disk)).returncode == 0
 
 

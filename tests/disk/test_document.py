@@ -11,9 +11,11 @@ import pytest
 from infinistore.disk import format as snapshots
 from infinistore.disk.format import (
     COLUMNS,
+    COMPRESSED_VERSION,
     LEAD,
     OWN_CHECKSUM,
     ROW_BYTES,
+    SAVED_SHIFT,
     VERSION,
     End,
     Footer,
@@ -22,7 +24,7 @@ from infinistore.disk.format import (
     Table,
 )
 from infinistore.disk.jobs import ALIGNMENT_BYTES
-from infinistore.disk.records import SHARDS
+from infinistore.disk.records import MOST_SAVED_PAGES, SHARDS
 from tests.disk.test_format import WRITTEN
 
 DOCUMENT = (Path(__file__).parents[2] / "docs" / "disk-format.md").read_text(encoding="utf-8")
@@ -70,7 +72,7 @@ def test_every_structure_begins_as_described() -> None:
     [lead] = tables(section("## Every structure"))
     assert [row[:3] for row in lead] == [["0", "8", "magic"], ["8", "8", "checksum"], ["16", "4", "version"]]
     assert f"begins with {LEAD.size} bytes" in " ".join(section("## Every structure").split())
-    assert lead[2][3] == str(VERSION)
+    assert lead[2][3] == f"{VERSION}; in a superblock {COMPRESSED_VERSION}, if there may be compressed blocks"
     prose = " ".join(DOCUMENT.split())
     assert f"version {VERSION}." in prose and f"a *page* has {ALIGNMENT_BYTES} bytes" in prose
 
@@ -86,6 +88,8 @@ def test_the_columns_of_records_are_described() -> None:
     assert [row[:2] for row in rows] == columns(list(COLUMNS))
     assert sum(int(row[0]) for row in rows) == ROW_BYTES
     assert f"{OWN_CHECKSUM}: the checksum is the tier's own" in rows[7][2]
+    assert f"The upper {16 - SAVED_SHIFT} bits: how many pages compression saves" in rows[7][2]
+    assert f"save more than {MOST_SAVED_PAGES}" in section("### Compressed blocks")
 
 
 def test_the_columns_of_snapshots_are_described() -> None:
@@ -103,3 +107,4 @@ def test_what_is_written_is_laid_out_as_described() -> None:
     for name, cls in zip(("superblock", "table", "footer", "end"), STRUCTURES.values(), strict=False):
         magic, _, version = LEAD.unpack_from(WRITTEN[name])
         assert (magic, version) == (cls.MAGIC, VERSION)
+    assert LEAD.unpack_from(WRITTEN["compressed-superblock"])[2] == COMPRESSED_VERSION

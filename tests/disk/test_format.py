@@ -70,9 +70,11 @@ ROWS = Rows(
     np.array([0, 3], np.uint32),
     np.array([1, 2**24 - 1], np.uint32),
     np.array([4096, 1], np.uint32),
+    saved=np.zeros(2, np.uint16),
     own=np.array([True, False]),
     live=np.array([False, True]),
 )
+COMPRESSED_ROWS = ROWS._replace(saved=np.array([4095, 0], np.uint16))
 SEGMENTS = [SnapshotSegment(0, SEALED, 1 << 32, 8192, (1 << 32) + 9)]
 
 
@@ -88,6 +90,8 @@ WRITTEN = {
     "footer": disk_format.encode_footer(FOOTER, [3 << 32, (3 << 32) + 5], [4, 4], joined([listing(), listing()]), SEED),
     "end": disk_format.encode_end(END, SEED),
     "section": encode_section(3, ROWS, uuid=UUID, sequence=17, seed=SEED),
+    "compressed-superblock": disk_format.encode_superblock(attrs.evolve(SUPERBLOCK, compressed=1)),
+    "compressed-section": encode_section(3, COMPRESSED_ROWS, uuid=UUID, sequence=17, seed=SEED),
     "snapshot-header": snapshot_header(),
 }
 
@@ -97,7 +101,7 @@ def read(name: str, data: bytes) -> Any:
     view = memoryview(data)
     found: Any
     match name:
-        case "superblock":
+        case "superblock" | "compressed-superblock":
             try:
                 found = disk_format.decode_superblocks(data)
             except ConfigError:
@@ -108,7 +112,7 @@ def read(name: str, data: bytes) -> Any:
             found = disk_format.decode_footer(view, ORIGIN, 3 << 32)
         case "end":
             found = disk_format.decode_end(view, ORIGIN)
-        case "section":
+        case "section" | "compressed-section":
             found = decode_section(view, shard=3, uuid=UUID, sequence=17, seed=SEED)
         case _:
             found = decode_snapshot_header(view, uuid=UUID, seed=SEED)
@@ -140,6 +144,8 @@ def test_what_is_written_is_read_back() -> None:
     ]
     assert read("end", WRITTEN["end"]) == END
     assert plain(read("section", WRITTEN["section"])) == plain(ROWS)
+    assert read("compressed-superblock", WRITTEN["compressed-superblock"]) == attrs.evolve(SUPERBLOCK, compressed=1)
+    assert plain(read("section", WRITTEN["compressed-section"])) == plain(COMPRESSED_ROWS)
     header, sections, segments, footer = read("snapshot-header", WRITTEN["snapshot-header"])
     assert (header.sequence, header.floor, sections, segments, bytes(footer)) == (
         17,
@@ -231,10 +237,12 @@ def test_a_disk_that_is_none_is_refused_with_a_remedy(data: bytes, says: str) ->
 
 
 def test_another_version_is_refused_with_a_remedy(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(disk_format, "VERSION", 2)
+    monkeypatch.setattr(disk_format, "VERSION", 3)
     later = disk_format.encode_superblock(SUPERBLOCK)
     monkeypatch.undo()
-    with pytest.raises(ConfigError, match=r"has format version 2.*infinistore disk wipe"):
+    with pytest.raises(
+        ConfigError, match=r"has format version 3, and this release reads versions 1 and 2.*infinistore disk wipe"
+    ):
         disk_format.decode_superblocks(later + bytes(4096))
 
 

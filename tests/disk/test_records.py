@@ -5,7 +5,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from infinistore.disk.records import SHARDS, Loader, Records, Rows, fingerprints
+from infinistore.disk.records import MOST_SAVED_PAGES, SHARDS, Loader, Records, Rows, fingerprints
 
 SEGMENTS = 4
 
@@ -19,16 +19,20 @@ def rows_of(lows: list[int], segment: int = 0, length: int = 1, live: bool = Tru
         segment=np.full(count, segment, np.uint32),
         page=(low >> np.uint64(3)).astype(np.uint32) & np.uint32(0xFFFF),
         length=np.full(count, length, np.uint32),
+        saved=(low % np.uint64(MOST_SAVED_PAGES + 1)).astype(np.uint16),
         own=low % np.uint64(2) == 0,
         live=np.full(count, live, np.bool_),
     )
 
 
 def found(records: Records, lows: list[int]) -> list[tuple[int, int, int] | None]:
-    """Segment, seal and length of each live record."""
+    """Segment, seal and length of each live record, if it has the rest, too."""
     slots = records.find(np.array(lows, np.uint64))
     live = records.live(slots)
     rows = records.rows(slots)
+    expected = rows_of(lows)
+    for name in ("page", "saved", "own"):
+        assert (getattr(rows, name) == getattr(expected, name))[live].all(), name
     values = zip(rows.segment.tolist(), rows.seal.tolist(), rows.length.tolist(), strict=True)
     return [value if there else None for there, value in zip(live.tolist(), values, strict=True)]
 

@@ -17,9 +17,10 @@ lengths = st.dictionaries(st.sampled_from(KEYS), st.sampled_from([0, 1, 700, 500
 class VolumeMachine(RuleBasedStateMachine):
     """A disk on which room never is short, so nothing durable may be lost."""
 
-    @initialize(seed=st.integers(0, 2**32))
-    def begin(self, seed: int) -> None:
-        self.model = VolumeModel(VolumeWorld(seed, capacity_bytes=64 * SEGMENT_BYTES), KEYS)
+    @initialize(seed=st.integers(0, 2**32), compresses=st.booleans())
+    def begin(self, seed: int, compresses: bool) -> None:
+        world = VolumeWorld(seed, capacity_bytes=64 * SEGMENT_BYTES, compresses=compresses)
+        self.model = VolumeModel(world, KEYS)
         self.model.settle()
 
     @rule(lengths=lengths)

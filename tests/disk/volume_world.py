@@ -5,6 +5,7 @@ from collections.abc import Sequence
 
 from xxhash import xxh3_64_intdigest
 
+from infinistore.disk.compression import compress
 from infinistore.disk.jobs import ReadInto, Result
 from infinistore.disk.volume import Durable, Location, Lost, Reclaim, Shrunk, Volume
 from tests.simulation.disk import SUPERBLOCK, SimulatedDisk
@@ -18,7 +19,12 @@ class VolumeWorld:
     """A disk, its volume, and whoever runs the one on the other."""
 
     def __init__(
-        self, seed: int = 0, *, capacity_bytes: int = CAPACITY_BYTES, segment_bytes: int = SEGMENT_BYTES
+        self,
+        seed: int = 0,
+        *,
+        capacity_bytes: int = CAPACITY_BYTES,
+        segment_bytes: int = SEGMENT_BYTES,
+        compresses: bool = False,
     ) -> None:
         self.chance = random.Random(seed)
         self.disk = SimulatedDisk(self.chance)
@@ -26,6 +32,7 @@ class VolumeWorld:
         self.volume = Volume.create(
             0, capacity_bytes=capacity_bytes, uuid=bytes(range(16)), seed=12345, segment_bytes=segment_bytes
         )
+        self.volume.compresses = compresses
         self.ended: dict[int, Durable | Lost] = {}
         self.offers: list[Reclaim] = []
         self.accept_offers = True
@@ -59,13 +66,15 @@ class VolumeWorld:
         raise AssertionError("the volume never rests")
 
     def reopen(self) -> None:
-        """Open the disk anew; the index is not there yet."""
+        """Open the disk anew, as it was; the index is not there yet."""
+        compresses = self.volume.compresses
         self.volume = Volume.open(
             0,
             superblock=self.disk.contents(SUPERBLOCK),
             files=self.disk.files(),
             capacity_bytes=self.capacity_bytes,
         )
+        self.volume.compresses = compresses
         self.ended.clear()
         self.offers.clear()
 
@@ -86,9 +95,14 @@ class VolumeWorld:
             list(blocks),
             list(map(len, values)),
             [xxh3_64_intdigest(value) if value else 0 for value in values],
-            [memoryview(value) for value in values],
+            [memoryview(self.stored(value)) for value in values],
             sources=sources,
         )
+
+    def stored(self, value: bytes) -> bytes:
+        """Return what is written of a block."""
+        packed = compress(memoryview(value)) if value and self.volume.compresses else None
+        return value if packed is None else packed
 
     def write(self, blocks: dict[str, bytes]) -> None:
         """Append a batch, and see it become durable."""
@@ -105,7 +119,10 @@ class VolumeWorld:
     def read(self, key: str, location: Location) -> bytes | None:
         """Read and verify what is at a location; drop the record if that fails."""
         data = bytearray(location.length)
-        job = ReadInto(0, f"segments/{location.segment}", location.offset, [memoryview(data)], [location.length])
+        views, blocks = [memoryview(data)], list[memoryview | None]()
+        if location.saved_pages:
+            views, blocks = [memoryview(bytearray(location.stored_bytes))], [*views]
+        job = ReadInto(0, f"segments/{location.segment}", location.offset, views, [location.length], blocks)
         self.disk.start([job])
         result = self.disk.finish(job)
         if result.errno or result.checksums[0] != location.checksum:

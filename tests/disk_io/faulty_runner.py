@@ -86,7 +86,9 @@ class FaultyRunner(DiskRunner):
                         part = attrs.evolve(job, views=job.views[:views])
                         count = file_bytes(part.views)
                         if isinstance(part, ReadInto):
-                            part = attrs.evolve(part, hash_lengths=part.hash_lengths[:views])
+                            part = attrs.evolve(
+                                part, hash_lengths=part.hash_lengths[:views], blocks=part.blocks[:views]
+                            )
                         code = 0 if isinstance(job, ReadInto) else errno.ENOSPC
                         self._short[part] = (job, Result(job, code, count))
                         passed_on.append(part)

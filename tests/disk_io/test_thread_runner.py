@@ -17,6 +17,7 @@ from xxhash import xxh3_64_intdigest
 from infinistore.disk.jobs import (
     ALIGNMENT_BYTES,
     Allocate,
+    Compress,
     Flush,
     HashBlocks,
     Job,
@@ -25,6 +26,7 @@ from infinistore.disk.jobs import (
     Result,
     Write,
     WriteSuperblock,
+    aligned,
 )
 from infinistore.disk_io import DiskFolder, ThreadRunner, open_folder
 from infinistore.disk_io.files import DiskFiles
@@ -116,6 +118,25 @@ def test_the_other_jobs_do_what_they_say(runner: ThreadRunner, path: Path) -> No
     assert replaced.errno == written.errno == 0
     assert (path / "snapshot").read_bytes() == b"".join(blocks)
     assert (path / "disk").read_bytes()[ALIGNMENT_BYTES:].rstrip(b"\0") == b"superblock"
+
+
+@pytest.mark.parametrize("pages", [3, 2 * PIECE_BYTES // ALIGNMENT_BYTES + 1])
+def test_blocks_are_compressed_and_decompressed_where_they_were_read(runner: ThreadRunner, pages: int) -> None:
+    shrinks = blocks_of(ALIGNMENT_BYTES)[0] * pages
+    mixed = bytearray(blocks_of(2 * pages * ALIGNMENT_BYTES)[0])
+    mixed[1::2] = bytes(len(mixed) // 2)
+    blocks = [shrinks, bytes(mixed), *blocks_of(5000)]
+    [made] = run(runner, [Compress(0, memory_of(*blocks))])
+    stored = [block if packed is None else packed for block, packed in zip(blocks, made.compressed, strict=True)]
+    assert made.compressed[2] is None
+    assert [len(one) < len(block) for one, block in zip(stored, blocks, strict=True)] == [True, True, False]
+    run(runner, [Write(0, SEGMENT, 0, memory_of(*stored))])
+
+    views = memory_of(*(bytes(aligned(len(one))) for one in stored))
+    into = [memoryview(bytearray(len(block))) for block in blocks[:2]]
+    [read] = run(runner, [ReadInto(0, SEGMENT, 0, views, list(map(len, blocks)), [*into, None])])
+    assert list(read.checksums) == list(map(xxh3_64_intdigest, blocks))
+    assert [bytes(into[0]), bytes(into[1]), bytes(views[2][:5000])] == blocks
 
 
 def test_many_jobs_at_a_time_are_all_answered(runner: ThreadRunner) -> None:

@@ -49,7 +49,8 @@ MAY_IMPORT: dict[str, set[str]] = {
     "allocators": {"errors", "named_classes", "sizes", "statistics"},
     "eviction": {"errors", "named_classes", "allocators"},
     "core": {"errors", "keys", "sizes", "statistics", "host", "tenant_limits", "allocators", "eviction"},
-    # Jobs and decisions; what runs them lies above. numpy is all it needs besides.
+    # Jobs and decisions; what runs them lies above. numpy and zstandard are all that it
+    # needs besides.
     "disk": {"errors", "keys", "sizes", "statistics", "allocators", "core"},
     "disk_io": {"disk_settings", "errors", "host", "sizes", "statistics", "core", "disk"},
     # Decisions; what reads files and asks sockets lies above.

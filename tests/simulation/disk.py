@@ -17,9 +17,11 @@ from collections.abc import Callable, Iterator, Sequence
 import attrs
 import xxhash
 
+from infinistore.disk.compression import checksum, compress
 from infinistore.disk.jobs import (
     ALIGNMENT_BYTES,
     Allocate,
+    Compress,
     Flush,
     HashBlocks,
     Job,
@@ -129,6 +131,8 @@ class SimulatedDisk:
                 return self._read(job)
             case HashBlocks():
                 return Result(job, checksums=[xxhash.xxh3_64_intdigest(view) for view in job.views])
+            case Compress():
+                return Result(job, compressed=[compress(view) for view in job.views])
             case Write():
                 return self._write(job)
             case Flush():
@@ -228,8 +232,7 @@ class SimulatedDisk:
             data = file.seen[start : min(start + len(view), end)]
             view[: len(data)] = data
             if job.hash_lengths:
-                length = job.hash_lengths[number]
-                checksums.append(xxhash.xxh3_64_intdigest(view[:length]) if len(data) == len(view) else 0)
+                checksums.append(checksum(job, number) if len(data) == len(view) else 0)
             start += aligned(len(view))
         return Result(job, transferred_bytes=max(0, min(start, end) - offset), checksums=checksums)
 
@@ -362,6 +365,11 @@ def _check(job: Job) -> None:
     if isinstance(job, ReadInto):
         assert not any(view.readonly for view in job.views)
         assert len(job.hash_lengths) in (0, len(job.views))
-        assert all(length <= len(view) for length, view in zip(job.hash_lengths, job.views, strict=False))
+        blocks = job.blocks or [None] * len(job.views)
+        assert len(blocks) == len(job.views)
+        assert all(
+            block is not None or length <= len(view)
+            for length, view, block in zip(job.hash_lengths, job.views, blocks, strict=False)
+        )
     if isinstance(job, WriteSuperblock):
         assert job.copy in (0, 1) and 0 < len(job.data) <= ALIGNMENT_BYTES
