@@ -25,7 +25,7 @@ from infinistore.addresses import (
     socket_place,
     without_password,
 )
-from infinistore.disk_settings import ADMISSIONS, SMALLEST_DISK_BYTES, DiskPlace, disk_places
+from infinistore.disk_settings import ADMISSIONS, SMALLEST_DISK_BYTES, DiskPlace, disk_compression, disk_places
 from infinistore.errors import ConfigError
 from infinistore.host import MOST_NODES, available_memory
 from infinistore.settings import (
@@ -384,6 +384,12 @@ class ServerConfig:
         "lazy",
         "When a block is written to disk: lazy once a quarter of the pool has been put after it, eager at once, "
         "second-use when it was read once",
+        group=_DISK,
+    )
+    disk_compress: bool = declare(
+        disk_compression(),
+        "off",
+        "Compress blocks on disk, as far as they get shorter. It needs zstandard, the extra `compression`",
         group=_DISK,
     )
     disk_wait_s: float = declare(

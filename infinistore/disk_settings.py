@@ -12,7 +12,7 @@ from typing import Any, Final
 import attrs
 
 from infinistore.errors import ConfigError
-from infinistore.settings import Kind, path
+from infinistore.settings import Kind, path, switch
 from infinistore.sizes import GIB, MIB, format_size, parse_size
 
 ADMISSIONS: Final = ("lazy", "eager", "second-use")
@@ -78,7 +78,22 @@ def check_numpy() -> None:
         raise ConfigError(_NO_NUMPY) from None
 
 
-_NO_NUMPY: Final = "disks need numpy, which is not installed here: pip install numpy"
+def disk_compression() -> Kind:
+    """On or off; on needs zstandard."""
+
+    def check(value: Any) -> None:
+        if value:
+            try:
+                import zstandard  # noqa: F401
+            except ImportError:
+                raise ValueError(_NO_ZSTANDARD) from None
+
+    return attrs.evolve(switch(), check=check)
+
+
+_NOT_HERE: Final = "which is not installed here"
+_NO_ZSTANDARD: Final = f"needs zstandard, {_NOT_HERE}: pip install zstandard (the extra `compression`)"
+_NO_NUMPY: Final = f"disks need numpy, {_NOT_HERE}: pip install numpy"
 
 
 def _check(value: Any) -> None:

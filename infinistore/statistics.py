@@ -495,6 +495,9 @@ class DiskStatistics:
     read_bytes: int = attrs.field(metadata=counter("disk_read_bytes", "Bytes of these blocks"))
     written_blocks: int = attrs.field(metadata=counter("disk_written_blocks", "Blocks made durable"))
     written_bytes: int = attrs.field(metadata=counter("disk_written_bytes", "Bytes of these blocks"))
+    stored_bytes: int = attrs.field(
+        metadata=counter("disk_stored_bytes", "What these blocks take on the disk, compressed and with padding")
+    )
     device_written_bytes: int = attrs.field(
         metadata=counter(
             "disk_device_written_bytes", "All bytes written, with padding, tables and snapshots: what wears the disk"

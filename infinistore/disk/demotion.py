@@ -28,7 +28,7 @@ from infinistore.core import Client, Lease, Pool, StoreCore
 from infinistore.core.clients import leased_in_quarantine
 from infinistore.core.index import NO_CHECKSUM, Entry, checksum_of, extent_of, length_of
 from infinistore.disk.disks import Disk, Disks
-from infinistore.disk.jobs import HashBlocks, Result, aligned
+from infinistore.disk.jobs import Compress, HashBlocks, Result, aligned
 from infinistore.disk.settings import (
     LARGEST_READ_BYTES,
     MOST_BLOCKS_PER_GROUP,
@@ -173,6 +173,8 @@ class WriteBatch:
     attempts: int
     checksums: list[int]
     own_checksums: list[bool]
+    compressed: list[bytes | None]
+    """The bytes of blocks that are compressed on the disk."""
     doubtful: list[str] = attrs.field(factory=list)
     """Keys of which another disk may have an older block, for all that is known."""
     token: int | None = None
@@ -182,6 +184,12 @@ class WriteBatch:
     def bytes(self) -> int:
         """The length of all blocks."""
         return sum(map(length_of, self.entries))
+
+    @property
+    def stored_bytes(self) -> int:
+        """What they take on the disk, with padding."""
+        packed = zip(self.entries, self.compressed, strict=True)
+        return sum(aligned(length_of(entry) if block is None else len(block)) for entry, block in packed)
 
 
 @attrs.define(eq=False)
@@ -197,16 +205,17 @@ class Writer:
     is_urgent: bool = False
     """Whether somebody waits for something that is pending."""
     ready: deque[WriteBatch] = attrs.field(factory=deque)
-    """Leased and hashed, and not appended yet."""
+    """Leased, hashed and compressed, and not appended yet."""
     groups: dict[int, WriteBatch] = attrs.field(factory=dict)
     """Appended, by token."""
-    hashing: int = 0
+    preparing: int = 0
+    """Leased, and being hashed or compressed."""
     durable_at: float = 0.0
 
     @property
     def under_way(self) -> int:
         """Batches that are leased."""
-        return self.hashing + len(self.ready) + len(self.groups)
+        return self.preparing + len(self.ready) + len(self.groups)
 
     def add(self, run: Run, now: float) -> None:
         """Queue what is due."""
@@ -476,6 +485,7 @@ class Demotion:
         self._measure(writer, group, now)
         disk.written_blocks += len(group.keys)
         disk.written_bytes += group.bytes
+        disk.stored_bytes += group.stored_bytes
         self._end(group)
         if group.doubtful and self.on_doubt is not None:
             self.on_doubt(disk, group.doubtful)
@@ -620,7 +630,8 @@ class Demotion:
         checksums = list(map(checksum_of, entries))
         own_checksums = [one == NO_CHECKSUM for one in checksums]
         doubtful = self._doubtful(writer.disk, keys)
-        return WriteBatch(writer.disk, keys, entries, lease, attempts, checksums, own_checksums, doubtful)
+        plain: list[bytes | None] = [None] * len(keys)
+        return WriteBatch(writer.disk, keys, entries, lease, attempts, checksums, own_checksums, plain, doubtful)
 
     def _doubtful(self, disk: Disk, keys: Sequence[str]) -> list[str]:
         """Return those of the keys that this disk is not known to have, and others may
@@ -635,25 +646,47 @@ class Demotion:
         return [key for key, is_known in zip(keys, known, strict=True) if key in elsewhere and not is_known]
 
     def _hash(self, writer: Writer, group: WriteBatch) -> None:
-        """Have the blocks hashed that have no checksum, and then queue the batch."""
+        """Have the blocks hashed that have no checksum, and then compress them."""
         positions = [i for i, own in enumerate(group.own_checksums) if own]
         if not positions:
-            writer.ready.append(group)
+            self._compress(writer, group)
             return
-        writer.hashing += 1
 
         def hashed(result: Result) -> None:
-            writer.hashing -= 1
+            for position, checksum in zip(positions, result.checksums, strict=True):
+                group.checksums[position] = checksum
+            self._compress(writer, group)
+
+        views = self._core.pool.views([extent_of(group.entries[i]) for i in positions], writable=False)
+        self._prepare(writer, group, HashBlocks(writer.disk.number, views), hashed)
+
+    def _compress(self, writer: Writer, group: WriteBatch) -> None:
+        """Have the blocks compressed, if they should be, and then queue the batch."""
+        if not writer.disk.volume.compresses:
+            writer.ready.append(group)
+            return
+
+        def compressed(result: Result) -> None:
+            group.compressed = list(result.compressed)
+            writer.ready.append(group)
+
+        views = self._core.pool.views(list(map(extent_of, group.entries)), writable=False)
+        self._prepare(writer, group, Compress(writer.disk.number, views), compressed)
+
+    def _prepare(
+        self, writer: Writer, group: WriteBatch, job: HashBlocks | Compress, done: Callable[[Result], None]
+    ) -> None:
+        writer.preparing += 1
+
+        def ended(result: Result) -> None:
+            writer.preparing -= 1
             if result.errno or not writer.disk.is_writable:  # it may have been given up meanwhile
                 self._end(group)
                 self._retry(group)
-                return
-            for position, checksum in zip(positions, result.checksums, strict=True):
-                group.checksums[position] = checksum
-            writer.ready.append(group)
+            else:
+                done(result)
 
-        views = self._core.pool.views([extent_of(group.entries[i]) for i in positions], writable=False)
-        writer.disk.traffic.start(HashBlocks(writer.disk.number, views), hashed)
+        writer.disk.traffic.start(job, ended)
 
     # Appending
 
@@ -667,18 +700,23 @@ class Demotion:
             self._leave_flight([group.keys[i] for i in changed], [group.entries[i] for i in changed])
             self.evicted_blocks += len(changed)
             self._flushes.gone([group.keys[i] for i in changed])
-            for name in ("keys", "entries", "checksums", "own_checksums"):
+            for name in ("keys", "entries", "checksums", "own_checksums", "compressed"):
                 values = getattr(group, name)
                 setattr(group, name, [values[i] for i in kept])
         if not group.keys:
             writer.ready.popleft()
             self._end(group)
             return True
+        plain = self._core.pool.views(list(map(extent_of, group.entries)), writable=False)
+        views = [
+            view if compressed is None else memoryview(compressed)
+            for view, compressed in zip(plain, group.compressed, strict=True)
+        ]
         token = writer.disk.volume.append(
             group.keys,
             list(map(length_of, group.entries)),
             group.checksums,
-            self._core.pool.views(list(map(extent_of, group.entries)), writable=False),
+            views,
             own_checksums=group.own_checksums,
         )
         if token is None:

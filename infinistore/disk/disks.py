@@ -284,6 +284,8 @@ class Disk:
         self.written_blocks = 0
         """Blocks made durable."""
         self.written_bytes = 0
+        self.stored_bytes = 0
+        """What these take on it, with padding."""
         self.write_rate = 0.0
         """Its rate of late, in bytes per second; 0 if unknown."""
         self.purges: list[list[Wait]] = []
@@ -405,6 +407,7 @@ class Disk:
             read_bytes=self.read_bytes,
             written_blocks=self.written_blocks,
             written_bytes=self.written_bytes,
+            stored_bytes=self.stored_bytes,
             device_written_bytes=volume.written_bytes,
             queued_reads=0,
             queued_writes=0,

@@ -29,6 +29,9 @@ class TierSettings:
     admission: Admission = attrs.field(default="lazy", validator=in_(("lazy", "eager", "second-use")))
     """When a block is written: `lazy`, once a quarter of the pool has been put after
     it; `eager`, at once; `second-use`, when it was read once."""
+    compress: bool = False
+    """Whether blocks are compressed on disk, as far as that saves pages. It needs
+    zstandard (`--disk-compress`)."""
     wait_s: float = attrs.field(default=1.0, validator=gt(0.0))
     """How long a read waits for the disks at most (`--disk-wait`)."""
     queue_s: float = attrs.field(default=2.0, validator=gt(0.0))

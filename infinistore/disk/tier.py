@@ -216,6 +216,7 @@ class DiskTier:
         """Use one more disk. It is written and read as soon as it has recovered."""
         if self._disks.of(volume.number) is not None:
             raise ValueError(f"there is a disk {volume.number} already")
+        volume.compresses = self.settings.compress
         disk = Disk(volume, self.settings)
         self._disks.add(disk)
         self._demotion.add(disk)

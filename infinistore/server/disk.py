@@ -76,7 +76,11 @@ class DiskService:
     """Runs the disks of one store, whose core has a journal. `clock` is the core's."""
 
     def __init__(self, disks: "StoreDisks", core: StoreCore, config: ServerConfig, environment: Environment) -> None:
-        settings = TierSettings(admission=cast("Admission", config.disk_admission), wait_s=config.disk_wait_s)
+        settings = TierSettings(
+            admission=cast("Admission", config.disk_admission),
+            compress=config.disk_compress,
+            wait_s=config.disk_wait_s,
+        )
         self._runner = disks.runner
         self._clock = environment.clock
         self._work = trio.Event()

@@ -53,6 +53,7 @@ VALUES: dict[str, list[Any]] = {
     "numa_node": [0, "3"],
     "disk": ["/mnt/a:1TiB", "/mnt/a:64MiB,/mnt/b:0.5", "~/cache:2G"],
     "disk_admission": ["lazy", "Second-Use"],
+    "disk_compress": [True, "off"],
     "disk_wait": [1, "2.5"],
     "enable_periodic_evict": ["on", "off"],
     "evict_interval": [5, 0.25, "1"],
@@ -172,6 +173,16 @@ def test_disks_need_numpy_and_say_so(monkeypatch: pytest.MonkeyPatch) -> None:
         load_server_config({"disk": "/mnt/a:1TiB"}, environment={})
     with pytest.raises(ConfigError, match="pip install numpy"):
         make_options(None, {"disk": "/mnt/a:1TiB"})
+
+
+def test_compression_on_disk_needs_zstandard_and_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "zstandard", None)
+    load_server_config({"disk_compress": False}, environment={})
+    with pytest.raises(
+        ConfigError, match=r"--disk-compress.*pip install zstandard \(the extra `compression`\)"
+    ) as error:
+        load_server_config({"disk_compress": True}, environment={})
+    assert "\n" not in str(error.value)
 
 
 def test_a_disk_is_not_for_the_client_of_a_server() -> None:

@@ -65,14 +65,20 @@ class TierMachine(RuleBasedStateMachine):
         segments=st.sampled_from([3, 4, 8]),
         seed=st.integers(0, 1000),
         group_units=st.sampled_from([2, 8, 64]),
+        compress=st.booleans(),
     )
-    def start(self, admission: Admission, segments: int, seed: int, group_units: int) -> None:
+    def start(self, admission: Admission, segments: int, seed: int, group_units: int, compress: bool) -> None:
         self.machine = Machine(
             disks=self.disks,
             segments=segments,
             seed=seed,
             settings=TierSettings(
-                admission=admission, group_s=0.01, group_bytes=group_units * UNIT_BYTES, hang_s=10.0, wait_s=FOREVER
+                admission=admission,
+                compress=compress,
+                group_s=0.01,
+                group_bytes=group_units * UNIT_BYTES,
+                hang_s=10.0,
+                wait_s=FOREVER,
             ),
         )
         self.machine.settle()  # a disk that is made has a superblock
@@ -100,9 +106,12 @@ class TierMachine(RuleBasedStateMachine):
 
     def values(self, lengths: dict[str, int]) -> dict[str, bytes]:
         self.numbers += 1
-        return {
+        found = {
             key: random.Random(f"{key} {self.numbers}").randbytes(max(8, length)) for key, length in lengths.items()
         }
+        if self.numbers % 2:  # they get shorter when they are compressed
+            found = {key: (value[:8] * len(value))[: len(value)] for key, value in found.items()}
+        return found
 
     def reserve(self, values: dict[str, bytes]) -> Reservation | None:
         """Write values that have no names yet, if there is room for them."""

@@ -237,6 +237,7 @@ def on_disks(second: int, disks: int = 2) -> Stats:
             read_bytes=200 * MIB * done,
             written_blocks=300 * done,
             written_bytes=(300 + number) * MIB * done,
+            stored_bytes=(300 + number) * MIB * done,
             queued_reads=3,
             queued_writes=2,
         )

@@ -46,6 +46,7 @@ class DiskSettings:
     segments: int = 16
     segment_bytes: int = 256 * _KIB
     admission: str = "eager"
+    compress: bool = False
     wait_s: float = 1.0
     """How long reads wait for them."""
     most_delay_s: float = 0.002
@@ -79,6 +80,7 @@ class DiskSettings:
             rot=0.01 if chance.random() < wanted else 0.0,
             hang=0.003 if chance.random() < wanted else 0.0,
             most_hang_s=chance.choice([1.0, 30.0]),
+            compress=chance.random() < 0.5,
         )
 
 
@@ -106,7 +108,13 @@ class SimulatedDisks(Plug):
         """Return the configuration of a server with these disks."""
         places = tuple(DiskPlace(Path(f"/simulated/{disk.number}"), _CONFIGURED_BYTES) for disk in self.disks)
         settings = self.settings
-        return attrs.evolve(config, disks=places, disk_admission=settings.admission, disk_wait_s=settings.wait_s)
+        return attrs.evolve(
+            config,
+            disks=places,
+            disk_admission=settings.admission,
+            disk_compress=settings.compress,
+            disk_wait_s=settings.wait_s,
+        )
 
     def environment(self, server: ServerNode, environment: Environment) -> Environment:
         """Return what a server that starts takes from its machine."""
