@@ -81,16 +81,18 @@ class Fio:
 class Tier:
     """A store with a disk, as a server drives it."""
 
-    def __init__(self, folder: Path, size_bytes: int) -> None:
+    def __init__(self, folder: Path, size_bytes: int, content: bytes | None = None, *, compress: bool = False) -> None:
         self.size_bytes = size_bytes
         self.pool = Pool(create_allocator("bitmap", UNIT_BYTES))
         self.core = StoreCore(self.pool, clock=time.monotonic, watermarks=Watermarks(1.0, 1.0), journal=Journal())
         arena = create_arena(0, size_bytes + 64 * MIB, prefault_threads=2, name="bench")
-        arena.memory[:] = os.urandom(UNIT_BYTES) * (arena.length // UNIT_BYTES)  # so each block has the same bytes
-        self.checksums = {size: xxh3_64_intdigest(arena.memory[:size]) for size in (MIB, 256 * KIB)}
+        same = os.urandom(UNIT_BYTES)  # so each block has the same bytes
+        arena.memory[:] = (content or same) * (arena.length // len(content or same))
+        digests = {size: xxh3_64_intdigest(arena.memory[:size]) for size in (MIB, 256 * KIB)}
+        self.checksums = digests if content is None else {}
         self.core.add_arena(arena)
         self.client = self.core.open_client("bench")
-        settings = TierSettings(admission="eager", queue_s=1000.0, wait_s=1000.0)
+        settings = TierSettings(admission="eager", compress=compress, queue_s=1000.0, wait_s=1000.0)
         self.tier = DiskTier(self.core, clock=time.monotonic, settings=settings)
         self.runner = ThreadRunner()
         self.runner.add(0, open_folder(folder))
@@ -123,7 +125,8 @@ class Tier:
         for first in range(0, count, a_batch):
             some = keys[first : first + a_batch]
             reservation = self.core.reserve(self.client, [block_bytes] * len(some))
-            self.core.commit(reservation, some, [self.checksums[block_bytes]] * len(some))
+            checksum = self.checksums.get(block_bytes)
+            self.core.commit(reservation, some, None if checksum is None else [checksum] * len(some))
             self._step(0.0)
         self._wait(self.tier.flush(None, time.monotonic() + 1000))
         return self.size_bytes / (time.perf_counter() - start)
