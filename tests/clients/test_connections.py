@@ -187,6 +187,44 @@ def test_a_call_whose_turn_comes_when_it_gives_up_passes_it_on() -> None:
     assert turns.free == 1
 
 
+def test_a_call_that_gives_up_while_it_is_told_passes_its_turn_on() -> None:
+    turns = Turns(1, look_again_s=NEVER)
+    first = new_turn()
+    asked, told = threading.Event(), threading.Event()
+
+    class Limit:
+        """The time is up as soon as the call is told that it may begin."""
+
+        @property
+        def deadline(self) -> float:
+            asked.set()
+            told.wait()
+            return 0.0
+
+    class ToldTurn:
+        """One that is looked at to be told, and is gone before it is, if it can be."""
+
+        def locked(self) -> bool:
+            told.set()
+            giving_up.join(0.2)  # real time: it must not end yet
+            return True
+
+    def give_up() -> None:
+        with suppress(TimeoutError):
+            turns.begin(ToldTurn(), cast(Any, Limit()))
+
+    giving_up = threading.Thread(target=give_up)
+    with first:
+        turns.begin(first, SimpleNamespace(deadline=math.inf))
+        giving_up.start()
+        asked.wait()
+        [other] = waiting_calls(turns, [SimpleNamespace(deadline=math.inf)])
+        turns.end(first)
+    for thread in (other, giving_up):
+        thread.join()
+    assert turns.free == 1
+
+
 def test_the_pauses_of_a_store_come_from_its_generator() -> None:
     def pauses(random: Random) -> list[float | None]:
         calls: Calls[Any] = Calls(NOWHERE, Options(), lambda: 0.0, random)

@@ -120,7 +120,8 @@ class Turns:
                     raise TimeoutError
                 bell.acquire(timeout=min(left_s, self._look_again_s))
         finally:
-            self.waiting.pop(turn, None)
+            with self._lock:  # so that nobody rings for a call that is gone
+                self.waiting.pop(turn, None)
             if not bell.locked() and self.waiting:  # it rang, and may have meant another one
                 self.tell()
 
