@@ -63,7 +63,7 @@ def ways(model: Any, turn: Turn, text: list[int], hole: tuple[int, int, int]) ->
     cache = cache_of(model, whole[:behind])
     layers: list[Any] = list(cache.layers)
     found = {}
-    for way, by in (("turned", -hole[1]), ("not turned", 0)):
+    for way, by in (("not turned", 0),) if first else (("turned", -hole[1]), ("not turned", 0)):
         cut = DynamicCache(config=model.config)
         for number, layer in enumerate(layers):
             keys, values = layer.keys[:, :, end:].clone(), layer.values[:, :, end:].clone()
