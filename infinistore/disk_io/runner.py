@@ -12,9 +12,8 @@ behind writes. How much is written beside reads, the tier decides. Whoever waits
 results is woken once for all that have come since. Measured on two virtual cores: 2.0
 GB/s of reads beside a Trio server, where Trio's own threads give 1.6 to 1.8 GB/s and
 io_uring, called in the loop, no more than these. One writer is often in a flush, so two
-are too
-few: below a store, four wrote 2.3 GB/s in pieces of 2 MiB, two wrote 1.8, where fio
-gave 2.5.
+are too few: below a store, four wrote 2.3 GB/s in pieces of 2 MiB, two wrote 1.8, where
+fio gave 2.5.
 
 A disk needs several requests at a time to give what it can, and large ones, because
 each costs some Python. So transfers are cut into pieces of up to `PIECE_BYTES`: whole
