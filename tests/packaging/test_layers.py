@@ -1,4 +1,4 @@
-"""Who may import whom: the table in docs/architecture.md, held here.
+"""Who may import whom: docs/architecture.md has the pictures.
 
 Every folder and every file directly under `infinistore/` has a rule. So has every
 folder in `client/`, `server/` and `transports/`, for imports within these three. An
