@@ -24,6 +24,8 @@ from infinistore.protocol.messages import (
     ONE_WAY,
     REPLIES,
     ErrorReply,
+    Hello,
+    HelloReply,
     Keys,
     Message,
     Numbers,
@@ -32,7 +34,7 @@ from infinistore.protocol.messages import (
 )
 from infinistore.protocol.packed_offsets import pack_offset
 from infinistore.protocol.states import CLIENT, SERVER, Event, State
-from infinistore.protocol.versions import LAST_RELEASE, MAJOR, MINOR, OFFER, Capability
+from infinistore.protocol.versions import LAST_RELEASE, MAJOR, MINOR, OFFER, Capability, NewerFields
 from infinistore.server import connection as conversation
 from infinistore.server.composition import MAX_BODY_BYTES
 from infinistore.server.connection import SessionLimits
@@ -70,8 +72,10 @@ def rows(text: str) -> list[list[str]]:
     """The rows of the first table in a text, without its head; cells without back
     quotes.
     """
-    lines = [line for line in text.splitlines() if line.startswith("|")]
-    return [[cell.strip().replace("`", "") for cell in line.strip("|").split("|")] for line in lines[2:]]
+    table = re.search(r"(?:^\|.*\n?)+", text, flags=re.MULTILINE)
+    assert table
+    lines = table[0].splitlines()[2:]
+    return [[cell.strip().replace("`", "") for cell in line.strip("|").split("|")] for line in lines]
 
 
 def prose(text: str) -> str:
@@ -79,8 +83,37 @@ def prose(text: str) -> str:
     return " ".join(text.split())
 
 
+def items(text: str) -> list[str]:
+    """The items of the lists in a text, each as one line."""
+    lines = re.findall(r"^(?:-|\d+\.) (.*(?:\n  .*)*)", text, flags=re.MULTILINE)
+    return [prose(line) for line in lines]
+
+
+HEADINGS = re.findall(r"^### `.*` \(0x.*\)$", DOCUMENT, flags=re.MULTILINE)
+"""The headings of messages: each names a request, its reply, or both."""
+
+
+def named(heading: str) -> list[tuple[str, int]]:
+    """The messages in a heading, with their kinds."""
+    assert re.fullmatch(r"### `\w+` \(0x[0-9a-f]{2}\)(, `\w+` \(0x[0-9a-f]{2}\))?", heading), heading
+    return [(name, int(kind, 16)) for name, kind in re.findall(r"`(\w+)` \(0x(..)\)", heading)]
+
+
 def section_of(cls: type[Message]) -> str:
-    return section(f"### `{cls.__name__}` (0x{cls.KIND:02x})")
+    (heading,) = (one for one in HEADINGS if f"`{cls.__name__}`" in one)
+    return section(heading)
+
+
+def lists_of_fields(text: str) -> list[list[tuple[str, str, str]]]:
+    """The lists of fields in a text: each field's name, type and default."""
+    field = re.compile(r"- `(\w+)` \((\w+)(?:, (\w+))?\)(?:$|: )")
+    found = []
+    for paragraph in text.split("\n\n"):
+        if paragraph.lstrip("\n").startswith("- `"):
+            matches = [field.match(f"- {item}") for item in items(paragraph)]
+            assert all(matches), paragraph
+            found.append([(one[1], one[2], one[3] or "") for one in matches if one])
+    return found
 
 
 def shown(default: Any) -> str:
@@ -96,40 +129,58 @@ def shown(default: Any) -> str:
 
 
 def test_the_messages_of_the_document_are_those_of_the_code() -> None:
-    described = re.findall(r"^### `(\w+)` \(0x([0-9a-f]{2})\)$", DOCUMENT, flags=re.MULTILINE)
-    assert sorted(described) == sorted((cls.__name__, f"{kind:02x}") for kind, cls in KINDS.items())
+    described = [one for heading in HEADINGS for one in named(heading)]
+    assert sorted(described) == sorted((cls.__name__, kind) for kind, cls in KINDS.items())
+
+
+@pytest.mark.parametrize("heading", HEADINGS)
+def test_the_fields_of_messages_are_described_with_type_and_default(heading: str) -> None:
+    expected = [
+        [(field.name, TYPES[field.type], shown(field.default)) for field in attrs.fields(KINDS[kind])]
+        for _, kind in named(heading)
+    ]
+    if "The reply has the same fields" in prose(section(heading)):
+        request, reply = expected
+        assert request == reply
+        expected = [request]
+    assert lists_of_fields(section(heading)) == [fields for fields in expected if fields]
+
+
+@pytest.mark.parametrize("heading", HEADINGS)
+def test_a_field_that_came_later_says_so(heading: str) -> None:
+    marked = [re.match(r"`(\w+)` \(.*?\): \*1\.1\*;", item) for item in items(section(heading))]
+    assert [one[1] for one in marked if one] == [
+        field.name for _, kind in named(heading) for field in attrs.fields(KINDS[kind]) if field.metadata.get("since")
+    ]
 
 
 @every_message
-def test_the_fields_of_a_message_are_described_with_type_and_default(cls: type[Message]) -> None:
-    described = [row[:3] for row in rows(section_of(cls))]
-    assert described == [[field.name, TYPES[field.type], shown(field.default)] for field in attrs.fields(cls)]
-
-
-@every_message
-def test_requests_and_replies_stand_in_their_sections_and_a_request_names_its_reply(cls: type[Message]) -> None:
-    heading = f"### `{cls.__name__}`"
-    is_request = issubclass(cls, Request)
-    assert (heading in section("## Requests")) == is_request
-    assert (heading in section("## Replies")) == (not is_request)
-    assert ("It has no reply." in prose(section_of(cls))) == (cls in ONE_WAY)
+def test_a_request_names_its_reply(cls: type[Message]) -> None:
+    text = prose(section_of(cls))
+    assert ("It has no reply." in text) == (cls in ONE_WAY)
     if issubclass(cls, Request) and cls in REPLIES:
-        assert f"Answered by `{REPLIES[cls].__name__}`" in prose(section_of(cls))
+        reply = REPLIES[cls]
+        (heading,) = (one for one in HEADINGS if f"`{cls.__name__}`" in one)
+        is_beside = [name for name, _ in named(heading)] == [cls.__name__, reply.__name__]
+        assert is_beside != (f"Answered by `{reply.__name__}`" in text)
+        if reply.CAPABILITY:  # what needs none may answer any request
+            assert reply.CAPABILITY == cls.CAPABILITY
 
 
 def test_a_message_without_fields_says_so() -> None:
     without = {cls for cls in KINDS.values() if not attrs.fields(cls)}
-    assert {cls for cls in KINDS.values() if "It has no fields." in prose(section_of(cls))} == without
+    requests = {cls for cls in KINDS.values() if issubclass(cls, Request)}
+    assert {cls for cls in requests if "It has no fields." in prose(section_of(cls))} == without
 
 
 def test_the_types_are_those_that_fields_have() -> None:
-    assert [row[0] for row in rows(section("## Types"))] == list(TYPES.values())
+    assert [row[0] for row in rows(section("### Types"))] == list(TYPES.values())
     assert {TYPES[field.type] for cls in KINDS.values() for field in attrs.fields(cls)} == set(TYPES.values())
 
 
 def test_the_special_numbers_are_those_of_the_code() -> None:
     assert MISSING == 2**64 - 1
-    assert "2^64 - 1 for a key that is not there" in section_of(KINDS[0x83])
+    assert "2^64 - 1 for a key that is not there" in prose(section_of(KINDS[0x83]))
     assert NO_CHECKSUM == 0
     assert "0 means that the block has none" in prose(section("### Checksums"))
 
@@ -164,7 +215,7 @@ def test_the_header_and_the_padding_are_as_long_as_described() -> None:
 
 
 def test_there_are_at_most_as_many_shards_as_described() -> None:
-    assert f"There are at most {MOST_SHARDS}." in prose(section("### Shards"))
+    assert f"There are at most {MOST_SHARDS}." in prose(section_of(HelloReply))
 
 
 # Versions
@@ -176,31 +227,29 @@ def test_the_version_and_the_offer_are_as_described() -> None:
     assert "\n    2^63 + capabilities * 2^16 + minor version\n" in text
     assert OFFER.to_number() == 2**63 + OFFER.capabilities.value * 2**16 + MINOR
     assert f"the last release, {MAJOR}.{LAST_RELEASE.minor}," in prose(text)
-    assert f"the capabilities 1 to {max(one.value for one in LAST_RELEASE.capabilities)}." in prose(text)
+    assert f"the capabilities 1 to {max(one.value for one in LAST_RELEASE.capabilities)}, and" in prose(text)
 
 
 def test_the_capabilities_are_those_of_the_code() -> None:
-    described = [(int(row[0]), row[1], row[2]) for row in rows(section("## Versions").partition("\n### ")[0])]
-    assert described == [
-        (one.value, one.name, f"{MAJOR}.{LAST_RELEASE.minor if one in LAST_RELEASE.capabilities else MINOR}")
-        for one in Capability
+    described = [
+        re.fullmatch(r"(\d+) `(\w+)`: (.*)", item) for item in items(section("## Versions").partition("\n### ")[0])
     ]
+    requests = [cls for _, cls in sorted(KINDS.items()) if issubclass(cls, Request)]
+    assert [(int(one[1]), one[2]) for one in described if one] == [(one.value, one.name) for one in Capability]
+    for capability, one in zip(Capability, described, strict=True):
+        assert one is not None
+        names = set(re.findall(r"`(\w+)`", one[3])) - {"MapArenasReply"}
+        assert names == {cls.__name__ for cls in requests if capability in cls.CAPABILITY}
 
 
-def test_the_table_of_messages_is_that_of_the_code() -> None:
-    def reply(cls: Any) -> str:
-        return REPLIES[cls].__name__ if cls in REPLIES else "none" if cls in ONE_WAY else ""
-
-    assert rows(section("### All messages")) == [
-        [
-            f"0x{kind:02x}",
-            cls.__name__,
-            reply(cls),
-            ", ".join(str(one.name) for one in cls.CAPABILITY),
-            cls.NEWER_FIELDS.value,
-        ]
-        for kind, cls in sorted(KINDS.items())
-    ]
+def test_the_messages_that_ignore_newer_fields_are_those_of_the_code() -> None:
+    text = prose(section("## Versions"))
+    refusing = text.partition("and in every reply except ")[2].partition(".")[0]
+    assert "Newer fields are ignored in `Hello`," in text
+    for cls in KINDS.values():
+        is_exception = f"`{cls.__name__}`" in refusing
+        ignores = cls is Hello or (not issubclass(cls, Request) and not is_exception)
+        assert (cls.NEWER_FIELDS is NewerFields.IGNORED) == ignores, cls
 
 
 @pytest.mark.parametrize(
@@ -211,12 +260,25 @@ def test_the_table_of_messages_is_that_of_the_code() -> None:
 def test_the_tables_of_states_are_those_that_the_code_runs_on(
     heading: str, table: dict[State, dict[Event, State]]
 ) -> None:
-    described = rows(section(heading))
-    assert described == [
-        [state.name, event.value.replace("`", ""), after.name]
+    text = section(heading)
+    described: dict[str, dict[str, str]] = {}
+    for name, _, events in (item.partition(": ") for item in items(text)):
+        pairs = [event.replace("`", "").split(" → ") for event in events.split("; ")]
+        described[name] = dict(pairs)
+    everywhere = Event.FATAL if table is SERVER else Event.END
+    assert prose(text).startswith(
+        "A fatal error leads from every state to CLOSED."
+        if table is SERVER
+        else "The end of the stream, or closing it, leads from every state to CLOSED."
+    )
+    assert all(follows[everywhere] is State.CLOSED for follows in table.values())
+    expected = {
+        state.name: {
+            event.value.replace("`", ""): after.name for event, after in follows.items() if event is not everywhere
+        }
         for state, follows in table.items()
-        for event, after in follows.items()
-    ]
+    }
+    assert described == {name: follows for name, follows in expected.items() if follows}
     for state in State:
         attribute = state.server if table is SERVER else state.client
         assert attribute == table.get(state, {})
@@ -225,22 +287,29 @@ def test_the_tables_of_states_are_those_that_the_code_runs_on(
 # Errors
 
 
-def test_every_error_code_is_in_the_table_and_no_other() -> None:
+def errors_described() -> list[str]:
+    """The list of errors, each with its code first."""
+    return re.findall(r"^\d+\. `(?:.|\n  +)*", section("### Errors"), flags=re.MULTILINE)
+
+
+def test_every_error_code_is_in_the_list_and_no_other() -> None:
     travelling = {name: cls.code for name, cls in ERRORS.items() if issubclass(cls, InfiniStoreException)}
-    assert {row[1]: int(row[0]) for row in rows(section("### Errors"))} == travelling
+    described = [re.match(r"(\d+)\. `(\w+)`: ", one) for one in errors_described()]
+    assert {one[2]: int(one[1]) for one in described if one} == travelling
 
 
 def test_an_error_that_is_a_protocol_error_says_so() -> None:
-    for row in rows(section("### Errors")):
-        derived = issubclass(ERRORS[row[1]], errors.ProtocolError) and row[1] != "ProtocolError"
-        assert row[3].endswith("; a ProtocolError") == derived
+    for one in errors_described():
+        name = one.split("`")[1]
+        derived = issubclass(ERRORS[name], errors.ProtocolError) and name != "ProtocolError"
+        assert one.strip().endswith("a `ProtocolError`") == derived
 
 
 # Limits
 
 
 def test_the_limits_are_those_of_the_code() -> None:
-    assert {row[0]: row[1] for row in rows(section("## Limits"))} == {
+    assert {row[0]: row[1] for row in rows(section("### Limits"))} == {
         "one key": f"1 to {MAX_KEY_BYTES} bytes of UTF-8",
         "keys in one message": f"{MAX_JOINED_KEYS:,}",
         "any other text": f"{MAX_KEY_BYTES} characters",
@@ -271,7 +340,7 @@ def test_the_times_are_those_of_the_code() -> None:
     assert conversation.LINGER_S == 1
     assert "reads and drops what still arrives for at most a second" in prose(section("### Errors"))
     assert f"If at most {session.DISCARDED_BYTES // MIB} MiB of it have not arrived" in prose(section("### Errors"))
-    assert f"Over {CoreLimits().max_hold_s:g} s" in section_of(KINDS[0x05])
+    assert f"Over {CoreLimits().max_hold_s:g} s" in prose(section_of(KINDS[0x05]))
 
 
 # Tables in shared memory
@@ -329,8 +398,8 @@ def test_every_name_in_the_document_exists() -> None:
     }
     elsewhere |= {"InfiniBand", "Ethernet", "--disk-wait"}  # values of a field, and a setting
     elsewhere |= {str(one.name) for one in Capability}
-    named = set(re.findall(r"`([^`\n]+)`", re.sub(r"```.*?```", "", DOCUMENT, flags=re.DOTALL)))
-    assert named - known - elsewhere == set()
+    used = set(re.findall(r"`([^`\n]+)`", re.sub(r"```.*?```", "", DOCUMENT, flags=re.DOTALL)))
+    assert used - known - elsewhere == set()
     assert (Path(__file__).parents[2] / "infinistore/protocol/").is_dir()
 
 
