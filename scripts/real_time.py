@@ -121,7 +121,7 @@ def main() -> int:
             found += 1
             print(f"{path.relative_to(PROJECT)}:{line}: {said}")
     if found:
-        print("a test waits for an event, in virtual time or for 60 s at least: CONTRIBUTING.md, Tests")
+        print("a test waits for an event, in virtual time or for 60 s at least: docs/testing.md")
     return bool(found)
 
 
