@@ -304,7 +304,7 @@ class ServerConfig:
     take_over: bool = declare(
         switch(),
         "off",
-        "Take the place of the server that listens on the Unix socket, with its cache; without one, start empty",
+        "Take the place of the server that listens on the Unix socket, with its cache; if there is none, start empty",
         group=_NETWORK,
     )
     drain_timeout_s: float = declare(
@@ -326,8 +326,8 @@ class ServerConfig:
     shards: int = declare(
         integer(1, MOST_SHARDS, "N"),
         "1",
-        "Number of processes that share the work. Each has a part of the pool and a part of each disk. They "
-        "listen on PORT, PORT+1 and so on; a client finds all of them through any",
+        "Number of processes that share the work, the pool and the disks. They listen on PORT, PORT+1 and so on; a "
+        "client finds all of them through any",
         group=_SHARDS,
     )
     pin_cores: bool = declare(
@@ -373,8 +373,8 @@ class ServerConfig:
     disks: tuple[DiskPlace, ...] = declare(
         disk_places(),
         tuple,
-        "Folder for blocks that memory has no room for, and how much it may take, in GB or with a unit. May be given "
-        "several times, once for each disk; elsewhere with commas between them",
+        "Folder for blocks that memory has no room for, and how much it may take, in GB or with a unit; once for each "
+        "disk, elsewhere with commas between them",
         key="disk",
         group=_DISK,
         default_text="no disk",
@@ -416,8 +416,8 @@ class ServerConfig:
     advertise: str | None = declare(
         _address(),
         None,
-        "Address at which the clients of the cluster reach this server. Without a port, it is that for clients; shards "
-        "have PORT, PORT+1 and so on",
+        "Address at which the clients of the cluster reach this server, without a port at that of --service-port. "
+        "Shards have PORT, PORT+1 and so on",
         group=_CLUSTER,
         default_text="--host and --service-port",
     )
@@ -444,8 +444,7 @@ class ServerConfig:
     node_drain_bytes: int | None = declare(
         size(0, _MOST_BYTES, bare_unit_bytes=GIB, bare_unit="GB"),
         None,
-        "How much of its hottest blocks a server passes on that drains by `infinistore cluster drain`, in GB or with "
-        "a unit",
+        "How much of its hottest blocks `infinistore cluster drain` passes on, in GB or with a unit",
         key="node_drain_size",
         group=_CLUSTER,
         default_text="half of the pool",
@@ -516,8 +515,8 @@ class ServerConfig:
     tenants: Path | None = declare(
         path(),
         None,
-        "YAML file with the tenants of this server, their roles, limits and the hashes of their tokens, which "
-        "`infinistore tenant` edits. SIGHUP reads it again. Not together with --token-file",
+        "YAML file with the tenants of this server, which `infinistore tenant` edits. SIGHUP reads it again. Not "
+        "together with --token-file",
         group=_SECURITY,
         default_text="one tenant",
     )
@@ -527,16 +526,16 @@ class ServerConfig:
     manage_allowed_hosts: tuple[str, ...] = declare(
         _host_names(),
         tuple,
-        "Names by which the management API of a server without a token is asked, with commas between them. IP "
-        "addresses, localhost and the name of the machine are always allowed",
+        "Names by which the management API of a server without a token may be asked, besides IP addresses, localhost "
+        "and the name of the machine",
         group=_SECURITY,
         default_text="none",
     )
     tls_cert: Path | None = declare(
         path(),
         None,
-        "File with the certificate of this server and those of its issuers, in PEM: with it, clients that connect "
-        "over TCP need TLS, and so does the management API. SIGHUP reads the files of TLS again",
+        "File with the certificate of this server and those of its issuers, in PEM. TCP and the management API then "
+        "need TLS. SIGHUP reads the files of TLS again",
         group=_SECURITY,
         default_text="no TLS",
     )
@@ -550,8 +549,7 @@ class ServerConfig:
     tls_client_ca: Path | None = declare(
         path(),
         None,
-        "File with authorities, in PEM: a client that connects over TCP must show a certificate that one of them has "
-        "signed",
+        "File with authorities, in PEM: clients over TCP must show a certificate that one of them has signed",
         group=_SECURITY,
         default_text="clients need none",
     )
@@ -566,15 +564,15 @@ class ServerConfig:
         path(),
         None,
         "File with authorities, in PEM, that have signed the certificates of the other nodes of the cluster, besides "
-        "those of the system and of --tls-client-ca: this server asks them who they are, and passes blocks on to them",
+        "those of the system and of --tls-client-ca",
         group=_SECURITY,
         default_text="no others",
     )
     peer_token_file: Path | None = declare(
         path(),
         None,
-        "With --tenants and --cluster: file whose first line is the token of a tenant, with which this server asks the "
-        "other nodes who they are; SIGHUP reads it again",
+        "With --tenants and --cluster: file with the token of a tenant, by which this server asks the other nodes who "
+        "they are. SIGHUP reads it again",
         group=_SECURITY,
         default_text="that of --token-file, or none",
     )

@@ -143,16 +143,14 @@ def settings_of(config_class: type[attrs.AttrsInstance]) -> tuple[Setting, ...]:
 
 def markdown_table(settings: Iterable[Setting]) -> str:
     """Return the settings as tables in Markdown, one under each heading.
-    `docs/configuration.md` holds them.
+    `docs/configuration.md` holds them, and says how a flag names a variable and a key.
     """
     lines: list[str] = []
     for heading, group in itertools.groupby(settings, key=lambda setting: setting.group):
-        lines += [f"### {heading}", "", "| Flag | Variable | Key in the file | Default | What it does |"]
-        lines += ["|---|---|---|---|---|"]
+        lines += [f"### {heading}", "", "| Flag | Default | What it does |", "|---|---|---|"]
         for setting in group:
             value = " " + setting.kind.metavar.replace("|", "\\|") if setting.kind.metavar else ""
-            names = f"`{setting.flag}{value}` | `{setting.variable}` | `{setting.key}`"
-            lines.append(f"| {names} | {setting.default_text} | {setting.help} |")
+            lines.append(f"| `{setting.flag}{value}` | {setting.default_text} | {setting.help} |")
         lines.append("")
     return "\n".join(lines)
 

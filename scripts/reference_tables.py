@@ -21,7 +21,7 @@ def reference_tables(project: Path) -> dict[str, str]:
     codes = [f"| {code} | {meaning} |" for code, meaning in EXIT_CODES.items()]
     tables = {
         ("docs/configuration.md", "settings"): markdown_table(server_settings()),
-        ("docs/operations.md", "metrics"): metrics.markdown_table(),
+        ("docs/reference/metrics.md", "metrics"): metrics.markdown_table(),
         ("docs/command-line.md", "exit codes"): "\n".join(["| Code | When |", "|---|---|", *codes]),
     }
     return {

@@ -49,6 +49,12 @@ LEFT_OUT: Final[dict[str, dict[str, str]]] = {
         "python bench/gpu.py": _GPU,
         "python scripts/luggage.py": "it needs the network; tests/bench/test_gpu_machine.py checks what it packs",
     },
+    "docs/install.md": {
+        "pip install": _INSTALLS,
+        "pip wheel": _INSTALLS,
+        "python3 -m venv": _INSTALLS,
+        "source .venv": _INSTALLS,
+    },
     "docs/kubernetes.md": {
         "ask &&": _KUBERNETES,
         "docker build": _DOCKER,

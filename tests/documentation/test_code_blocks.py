@@ -31,8 +31,8 @@ RUN = {
     "docs/long-conversations.md": "in test_fragments.py",
     "docs/moving-from-infinistore.md": "in test_fragments.py",
     "docs/opening-a-store.md": "in test_fragments.py",
-    "docs/operations.md": "in test_fragments.py",
     "docs/rdma.md": "in test_fragments.py, without a device",
+    "docs/reference/metrics.md": "in test_fragments.py",
     "docs/scheduling.md": "in test_fragments.py",
     "docs/security.md": "in test_fragments.py",
 }

@@ -88,7 +88,7 @@ READERS = {
     ("docs/configuration.md", "service_port"): server_settings,
     ("docs/lmcache.md", "remote_storage_plugins"): part_of_an_example,
     ("docs/lmcache.md", "remote_url"): part_of_an_example,
-    ("docs/operations.md", "kind: Pod"): pod_of_a_server,
+    ("docs/kubernetes.md", "kind: Pod"): pod_of_a_server,
     ("docs/operations.md", "scrape_configs"): scrape,
     ("docs/scheduling.md", "fewest-requests"): entry_point,
     ("docs/tenants.md", "operator"): tenants,

@@ -145,7 +145,7 @@ def test_the_gauges_of_a_client_of_a_cluster(server: ServerHere) -> None:
 
     lost_reads, view_age = Gauge(), Gauge()
     with blocking.open_store(f"infinistore+static://127.0.0.1:{server.port}") as store:
-        code = program("docs/operations.md", "lost_reads.set")
+        code = program("docs/reference/metrics.md", "lost_reads.set")
         run(code, store=store, lost_reads=lost_reads, view_age=view_age)
     assert lost_reads.value == 0
     assert view_age.value is not None

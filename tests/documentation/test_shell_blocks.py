@@ -51,6 +51,7 @@ BEFORE = {
     },
     "docs/security.md": {"infinistore --host": f"{CERTIFICATE}; echo secret > token; chmod 0600 token"},
     "docs/tenants.md": {"export": f"{CERTIFICATE}; mkdir -p etc/infinistore", "kill -HUP": "PID=$server"},
+    "docs/troubleshooting.md": {"infinistore doctor": "infinistore --prealloc-size 64MiB"},
     "docs/upgrading.md": {
         "infinistore serve --take-over": (
             "mkdir etc; echo prealloc_size: 64MiB > etc/infinistore.yaml; infinistore --config etc/infinistore.yaml; "

@@ -165,8 +165,8 @@ def test_every_install_line_gives_this_package_and_not_its_namesake_on_pypi() ->
     assert {".", "dist/infinistore_trio-*.whl"} <= set(ours)
 
 
-def test_the_pod_of_the_operations_page_has_settings_that_exist(tmp_path: Path) -> None:
-    page = (PROJECT / "docs" / "operations.md").read_text()
+def test_the_pod_of_the_page_on_kubernetes_has_settings_that_exist(tmp_path: Path) -> None:
+    page = (PROJECT / "docs" / "kubernetes.md").read_text()
     (text,) = (block for block in re.findall(r"```yaml\n(.*?)```", page, flags=re.DOTALL) if "kind: Pod" in block)
     container = list(yaml.safe_load_all(text))[1]["spec"]["containers"][0]
     variables = {one["name"]: one["value"] for one in container["env"]}

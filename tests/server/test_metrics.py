@@ -177,9 +177,16 @@ def test_every_metric_of_the_alerts_exists_and_every_alert_is_explained() -> Non
 
 
 def test_the_table_of_metrics_in_the_documentation_is_that_of_the_code() -> None:
-    page = (PROJECT / "docs" / "operations.md").read_text()
+    page = (PROJECT / "docs" / "reference" / "metrics.md").read_text()
     assert markdown_table() in page
     assert [metric.name for metric in SHARD_METRICS if f"`{metric.name}`" not in page] == []
+
+
+def test_the_kind_of_a_metric_follows_from_its_name_as_the_documentation_says() -> None:
+    metrics = [*METRICS, *SHARD_METRICS]
+    assert [metric.name for metric in metrics if (metric.kind == "counter") != metric.name.endswith("_total")] == []
+    histograms = [metric.name for metric in metrics if metric.kind == "histogram"]
+    assert histograms == ["infinistore_operation_duration_seconds"]
 
 
 def test_every_warning_of_the_log_is_explained() -> None:

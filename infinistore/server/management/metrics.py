@@ -112,11 +112,14 @@ class _Families(CollectorRegistry):
 
 
 def markdown_table() -> str:
-    """Return the metrics as a table in Markdown. `docs/operations.md` holds it."""
-    lines = ["| Metric | Kind | Labels | What it is |", "|---|---|---|---|"]
+    """Return the metrics as a table in Markdown. `docs/reference/metrics.md` holds it.
+
+    It leaves out the kind, which the name tells: a counter ends in `_total`.
+    """
+    lines = ["| Metric | What it is |", "|---|---|"]
     for metric in METRICS:
-        labels = ", ".join(f"`{label}`" for label in metric.labels) or "-"
-        lines.append(f"| `{metric.name}` | {metric.kind} | {labels} | {metric.help} |")
+        labels = f"{{{', '.join(metric.labels)}}}" if metric.labels else ""
+        lines.append(f"| `{metric.name}{labels}` | {metric.help} |")
     return "\n".join(lines)
 
 
