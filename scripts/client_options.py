@@ -131,7 +131,7 @@ def table_of_urls() -> str:
 
 def tables_of_options() -> str:
     """Return the tables of options in Markdown, one for each scope."""
-    from infinistore.client.options import option_settings, url_settings
+    from infinistore.client.options import EMBEDDED, option_settings, url_settings
 
     in_urls = {setting.key for setting in url_settings()}
     arguments = {setting.key for setting in option_settings()}
@@ -142,12 +142,12 @@ def tables_of_options() -> str:
             "",
             f"### {heading}",
             "",
-            "| Option | Value | Default | In the URL | What it does |",
-            "|---|---|---|---|---|",
+            "| Option | Value | Default | What it does |",
+            "|---|---|---|---|",
         ]
         for setting in settings:
             if setting.group == heading:
                 value = setting.kind.metavar.replace("|", "\\|") or "True\\|False"
-                url = "yes" if setting.key in in_urls else "no"
-                lines.append(f"| `{setting.key}` | {value} | {setting.default_text} | {url} | {setting.help} |")
+                only = "" if setting.key in in_urls or heading == EMBEDDED else ". Only as an argument"
+                lines.append(f"| `{setting.key}` | {value} | {setting.default_text} | {setting.help}{only} |")
     return "\n".join(lines)

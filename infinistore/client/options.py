@@ -228,8 +228,8 @@ class Options:
     token: str = declare(
         _text("TEXT"),
         "",
-        "The token of a server with --token-file. Without it, the client takes the file that the URL names by "
-        "token_file, or else the variable INFINISTORE_TOKEN",
+        "The token of a server with --token-file. Without it, that of token_file in the URL, or else of the variable "
+        "INFINISTORE_TOKEN",
         group=SERVER,
         default_text="none",
         secret=True,
@@ -237,16 +237,16 @@ class Options:
     tls: "SSLContext | None" = declare(
         tls_kind(),
         None,
-        "What connections over TCP are encrypted with, instead of ca, cert and key. Then, and with one of these, the "
-        "server must speak TLS, whatever the scheme of the URL is",
+        "What encrypts connections over TCP, instead of ca, cert and key. With any of these four, the server must "
+        "speak TLS, whatever the scheme of the URL is",
         group=SERVER,
         default_text="TLS only with infinistores://",
     )
     ca: Path | None = declare(
         path("FILE"),
         None,
-        "The authorities to trust, in PEM: one of them must have signed the server's certificate, which must be for "
-        "the host in the URL",
+        "The authorities to trust, in PEM. One of them must have signed the server's certificate, for the host in the "
+        "URL",
         group=SERVER,
         default_text="those of the system",
     )
@@ -273,17 +273,15 @@ class Options:
     transport: str = declare(
         _text("NAME"),
         "",
-        "The only transport to use: inline, shm, rdma, or the name of one that another package brings. Without it, the "
-        "URL decides",
+        "The only transport to use: inline, shm, rdma, or one of another package. Without it, the URL decides",
         group=SERVER,
         default_text="the best one",
     )
     spin_us: int | Literal["adaptive", "off"] = declare(
         spinning(None),
         ADAPTIVE,
-        "How long to spin for the reply of a fast server before sleeping, in microseconds; 0 or off disables spinning. "
-        "Adaptive: up to 400, while that pays and takes the processor from nobody. The Trio client never spins, so "
-        "that other tasks can run",
+        "How long to spin for the reply of a fast server before sleeping, in microseconds; 0 or off: never. Adaptive: "
+        "up to 400, while that pays and takes the processor from nobody. The Trio client never spins",
         group=SERVER,
     )
     name: str = declare(
@@ -302,23 +300,23 @@ class Options:
     inline_bytes: int = declare(
         integer(0, None, "BYTES"),
         "65536",
-        "The largest batch, in bytes, that goes over the control stream although there is shared memory or RDMA: it "
-        "takes one round trip instead of two",
+        "The largest batch, in bytes, that goes over the control stream, in one round trip instead of two, although "
+        "there is shared memory or RDMA",
         group=SERVER,
         default_text="65536 (64 KiB)",
     )
     copy_threads: int = declare(
         integer(1, None),
         "2",
-        "How many threads, the caller's included, may copy and hash one batch of 8 MiB or more whose blocks have "
-        "256 KiB or more on average. Never more than there are cores. The others belong to the store, and need numpy",
+        "How many threads, at most one for each core, may copy and hash a batch of 8 MiB or more with blocks of 256 "
+        "KiB or more on average. More than the caller's own need numpy",
         group=SHARED_MEMORY,
     )
     known_blocks: int = declare(
         integer(0, None),
         "65536",
-        "Of how many blocks to remember the locations, approximately. Such a block is read again without a request to "
-        "the server; 0 sends one for each read",
+        "About how many locations of blocks to remember. Such a block is read again without a request to the server; "
+        "0 sends one for each read",
         group=SHARED_MEMORY,
     )
     device: str = declare(
@@ -335,23 +333,22 @@ class Options:
     staging_bytes: int = declare(
         integer(1, None, "BYTES"),
         "16777216",
-        "The size of a staging buffer, in bytes: registered memory for blocks that lie elsewhere",
+        "The size of a buffer of registered memory, in bytes, for blocks that lie elsewhere",
         group=RDMA,
         default_text="16777216 (16 MiB)",
     )
     lookup_deadline_s: float = declare(
         number(0, _LONGEST_DEADLINE_S, "SECONDS", "seconds", above=True),
         "0.4",
-        "How long a node may take to answer a lookup, in seconds. Then its keys count as missing, and the second time "
-        "in a row the node counts as lost. A node that sends nothing of a block for so long is asked whether it is "
-        "there",
+        "How long a node may take to answer a lookup, in seconds. Then its keys count as missing, and after the second "
+        "time in a row the node counts as lost. If a node sends no part of a block for this long, the client pings it",
         group=CLUSTER,
     )
     hedged_reads: bool = declare(
         _switch(),
         "True",
-        "Whether a read asks the other copies when a node is late, where a cluster has copies. At most one key in "
-        "twenty is asked for twice",
+        "Whether a read asks the other copies, if there are any, when a node is late. At most one key in twenty is "
+        "asked for twice",
         group=CLUSTER,
     )
     pool_bytes: int = declare(
@@ -384,8 +381,7 @@ class Options:
     disk: str | Sequence[str] = declare(
         _disks(),
         tuple,
-        "A folder for blocks that memory has no room for, and how much it may take, as PATH:SIZE; a list for several "
-        "disks",
+        "A folder for blocks that memory has no room for, and its size, as PATH:SIZE; a list for several disks",
         group=EMBEDDED,
         default_text="none",
     )

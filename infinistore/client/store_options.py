@@ -31,15 +31,15 @@ class StoreOptions(TypedDict, total=False):
         deadline_s: How long one call may take, retries included, in seconds. Default:
             30.
         verify: Whether writes compute checksums and reads verify them. Default: always.
-        token: The token of a server with --token-file. Without it, the client takes the
-            file that the URL names by token_file, or else the variable
-            INFINISTORE_TOKEN. With a server only. Default: none.
-        tls: What connections over TCP are encrypted with, instead of ca, cert and key.
-            Then, and with one of these, the server must speak TLS, whatever the scheme
-            of the URL is. With a server only. Default: TLS only with infinistores://.
-        ca: The authorities to trust, in PEM: one of them must have signed the server's
-            certificate, which must be for the host in the URL. With a server only.
-            Default: those of the system.
+        token: The token of a server with --token-file. Without it, that of token_file
+            in the URL, or else of the variable INFINISTORE_TOKEN. With a server only.
+            Default: none.
+        tls: What encrypts connections over TCP, instead of ca, cert and key. With any
+            of these four, the server must speak TLS, whatever the scheme of the URL is.
+            With a server only. Default: TLS only with infinistores://.
+        ca: The authorities to trust, in PEM. One of them must have signed the server's
+            certificate, for the host in the URL. With a server only. Default: those of
+            the system.
         cert: The certificate of this client, in PEM, for a server with --tls-client-ca.
             With a server only. Default: none.
         key: The key of cert, in PEM. With a server only. Default: the file of cert.
@@ -48,41 +48,40 @@ class StoreOptions(TypedDict, total=False):
         max_connections: How many connections may carry blocks at a time; in a cluster 2
             to each node, unless given. Two more carry lookups. With a server only.
             Default: 8.
-        transport: The only transport to use: inline, shm, rdma, or the name of one that
-            another package brings. Without it, the URL decides. With a server only.
-            Default: the best one.
+        transport: The only transport to use: inline, shm, rdma, or one of another
+            package. Without it, the URL decides. With a server only. Default: the best
+            one.
         spin_us: How long to spin for the reply of a fast server before sleeping, in
-            microseconds; 0 or off disables spinning. Adaptive: up to 400, while that
-            pays and takes the processor from nobody. The Trio client never spins, so
-            that other tasks can run. With a server only. Default: adaptive.
+            microseconds; 0 or off: never. Adaptive: up to 400, while that pays and
+            takes the processor from nobody. The Trio client never spins. With a server
+            only. Default: adaptive.
         name: What the server's statistics call this client. With a server only.
             Default: HOST:PID.
         lazy: Connect with the first call instead of at once. While the server is down,
             calls raise StoreUnavailable. With a server only. Default: False.
-        inline_bytes: The largest batch, in bytes, that goes over the control stream
-            although there is shared memory or RDMA: it takes one round trip instead of
-            two. With a server only. Default: 65536 (64 KiB).
-        copy_threads: How many threads, the caller's included, may copy and hash one
-            batch of 8 MiB or more whose blocks have 256 KiB or more on average. Never
-            more than there are cores. The others belong to the store, and need numpy.
-            Over shared memory only. Default: 2.
-        known_blocks: Of how many blocks to remember the locations, approximately. Such
-            a block is read again without a request to the server; 0 sends one for each
-            read. Over shared memory only. Default: 65536.
+        inline_bytes: The largest batch, in bytes, that goes over the control stream, in
+            one round trip instead of two, although there is shared memory or RDMA. With
+            a server only. Default: 65536 (64 KiB).
+        copy_threads: How many threads, at most one for each core, may copy and hash a
+            batch of 8 MiB or more with blocks of 256 KiB or more on average. More than
+            the caller's own need numpy. Over shared memory only. Default: 2.
+        known_blocks: About how many locations of blocks to remember. Such a block is
+            read again without a request to the server; 0 sends one for each read. Over
+            shared memory only. Default: 65536.
         device: The RDMA device to use, such as mlx5_0. With one, RDMA comes before
             shared memory. Over RDMA only. Default: the best one.
         ib_port: The port of the device. Over RDMA only. Default: 1.
         gid_index: The GID to prefer if it is usable; -1 means no preference. Over RDMA
             only. Default: -1.
-        staging_bytes: The size of a staging buffer, in bytes: registered memory for
-            blocks that lie elsewhere. Over RDMA only. Default: 16777216 (16 MiB).
+        staging_bytes: The size of a buffer of registered memory, in bytes, for blocks
+            that lie elsewhere. Over RDMA only. Default: 16777216 (16 MiB).
         lookup_deadline_s: How long a node may take to answer a lookup, in seconds. Then
-            its keys count as missing, and the second time in a row the node counts as
-            lost. A node that sends nothing of a block for so long is asked whether it
-            is there. With a cluster, or a server with shards only. Default: 0.4.
-        hedged_reads: Whether a read asks the other copies when a node is late, where a
-            cluster has copies. At most one key in twenty is asked for twice. With a
-            cluster, or a server with shards only. Default: True.
+            its keys count as missing, and after the second time in a row the node
+            counts as lost. If a node sends no part of a block for this long, the client
+            pings it. With a cluster, or a server with shards only. Default: 0.4.
+        hedged_reads: Whether a read asks the other copies, if there are any, when a
+            node is late. At most one key in twenty is asked for twice. With a cluster,
+            or a server with shards only. Default: True.
         pool_bytes: The size of the pool, in bytes. Embedded only. Default: 268435456
             (256 MiB).
         minimal_allocate_bytes: The unit of allocation, in bytes: a block takes a
@@ -94,8 +93,8 @@ class StoreOptions(TypedDict, total=False):
             Default: False.
         numa_node: The NUMA node that the pool is on, as far as it has memory; -1 for
             any. Embedded only. Default: -1.
-        disk: A folder for blocks that memory has no room for, and how much it may take,
-            as PATH:SIZE; a list for several disks. Embedded only. Default: none.
+        disk: A folder for blocks that memory has no room for, and its size, as
+            PATH:SIZE; a list for several disks. Embedded only. Default: none.
         disk_admission: When a block is written to disk: lazy once a quarter of the pool
             has been put after it, eager at once, second-use when it was read once.
             Embedded only. Default: lazy.
