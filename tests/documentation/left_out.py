@@ -25,7 +25,6 @@ LEFT_OUT: Final[dict[str, dict[str, str]]] = {
         "make demo": _CI,
         "make test": _CI,
         "pip install": _INSTALLS,
-        "pip wheel": _INSTALLS,
     },
     "docs/aibrix.md": {
         "pip install": _INSTALLS,

@@ -92,7 +92,7 @@ def test_a_program_is_python_and_what_it_imports_from_the_store_exists() -> None
 WITH_A_STORE = [
     block for block in of_pages(["README.md", "docs/index.md"]) if "blocking.open_store()" in block.code
 ]  # fmt: skip
-PRINTED = {"README.md": ["2\nb'second block'\n", "65536 None\n"], "docs/index.md": ["2\n"]}
+PRINTED = {"README.md": ["2\nb'second block'\n"], "docs/index.md": ["2\n"]}
 
 
 def test_a_program_with_a_store_of_its_own_runs(tmp_path: Path) -> None:
