@@ -22,13 +22,14 @@ BEGINNING = """\
 
 <!-- Generated from infinistore/cli by scripts/generate.py. -->
 
-This is what `infinistore COMMAND --help` prints. [The command line](../command-line.md)
-explains the commands with examples. Every command has `--help`, too.
+This is what `infinistore COMMAND --help` prints, for looking up.
+[The command line](../command-line.md) explains the commands with examples.
 
-## Flags of the connection
+## Shared flags
 
-Commands for a running server have these. Where a command says the same with another
-default, it is in the table of that command.
+Each command names those that it has of these, as *connection* if it has all but
+`--json`. One with another default is in the table of the command. `--help` is
+everywhere.
 """
 
 
@@ -42,18 +43,27 @@ def command_reference(_: Path) -> dict[str, str]:
     commands = list(commands_of(root, context))
     ping = root.get_command(context, "stat")
     assert ping is not None
-    shared = {row(option, context): option.opts[0] for option in options_of(ping) if panel(option) == SHARED}
+    shared = {
+        row(option, context): option.opts[0]
+        for option in options_of(ping)
+        if panel(option) == SHARED or option.name == "as_json"
+    }
+    connection = [name for name in shared.values() if name != "--json"]
     lines = [BEGINNING, *table(list(shared)), "", "## Commands"]
     for command, within in commands:
-        lines += ["", f"### {within.command_path}", "", "```text", usage(command, within), "```", ""]
+        lines += ["", f"### {within.command_path}", ""]
+        if (called := usage(command, within)) != f"{within.command_path} [OPTIONS]":
+            lines += [f"`{called}`", ""]
         lines += text_of(command)
         if within.command_path == "infinistore serve":
             lines += ["", "[Its other flags are its settings.](../configuration.md#all-settings)"]
         rows = [row(option, within) for option in options_of(command) if not is_setting(option, within)]
         if own := [one for one in rows if one not in shared]:
             lines += ["", *table(own)]
-        if also := [f"`{shared[one]}`" for one in rows if one in shared]:
-            lines += ["", *textwrap.wrap(f"Connection: {', '.join(also)}.", WIDTH)]
+        if has := [shared[one] for one in rows if one in shared]:
+            also = [f"`{one}`" for one in has if one not in connection or not {*connection} <= {*has}]
+            also += ["connection"] if {*connection} <= {*has} else []
+            lines += ["", f"Also: {', '.join(also)}."]
     return {PAGE: "\n".join(lines) + "\n"}
 
 
@@ -111,7 +121,7 @@ def is_setting(option: "click.Option", context: "click.Context") -> bool:
 
 def table(rows: list[str]) -> list[str]:
     """Return a table of flags."""
-    return ["| Flag | Variable | Default | What it does |", "|---|---|---|---|", *rows]
+    return ["| Flag, variable | Default | What it does |", "|---|---|---|", *rows]
 
 
 def row(option: "click.Option", context: "click.Context") -> str:
@@ -121,8 +131,9 @@ def row(option: "click.Option", context: "click.Context") -> str:
         default = str(option.default).removesuffix(".0")
     metavar = "" if option.is_flag else " " + value_of(option, context).replace("|", "\\|")
     names = ", ".join(f"`{name}{metavar}`" for name in (*option.opts, *option.secondary_opts))
-    variable = f"`{option.envvar}`" if option.envvar else ""
-    return f"| {names} | {variable} | {in_markdown(default.rstrip('.'))} | {in_markdown(help_text.rstrip('.'))} |"
+    if option.envvar:
+        names += f", `{option.envvar}`"
+    return f"| {names} | {in_markdown(default.rstrip('.'))} | {in_markdown(help_text.rstrip('.'))} |"
 
 
 def value_of(option: "click.Option", context: "click.Context") -> str:

@@ -87,19 +87,18 @@ def _timeout(default_s: float, help_text: str) -> Callable[[Callable[..., Any]],
 def drain(node: str, url: str, *, token_file: Path | None, timeout: float, force: bool, as_json: bool) -> None:
     """Take NODE out of the cluster at URL, and wait until it is out.
 
-    From now on, clients write elsewhere, and read from NODE what only NODE has. NODE
-    passes its hottest blocks on to the nodes that own them now, as much as its
-    --node-drain-size, and leaves. Its server runs on: stop it, or bring it back by
-    `infinistore cluster add NODE`. It stays out when it is started again.
+    Clients write elsewhere, and read from NODE what only NODE has. NODE passes its
+    hottest blocks on, as much as its --node-drain-size, and leaves. It stays out, also
+    when its server is started again, until `infinistore cluster add NODE`.
 
     \b
     infinistore cluster status URL                    NODE is an id of these
     infinistore cluster drain 10.0.0.7:22345 URL
     infinistore cluster add 10.0.0.7:22345 URL        when it is there again
 
-    Ctrl-C ends the waiting, not the draining; so does --timeout, with exit code 4. The
-    same command waits again. A node that a file lists gets the state there, if the file
-    can be written; then nothing is waited for.
+    Ctrl-C and --timeout (exit code 4) end the waiting, not the draining; the same
+    command waits again. For a cluster in a file, the state is written there, and
+    nothing is waited for.
     """
     from infinistore.cluster.locate import EtcdPlace
     from infinistore.cluster_io.operators import Operator
@@ -128,9 +127,8 @@ def drain(node: str, url: str, *, token_file: Path | None, timeout: float, force
 def add(node: str, url: str, *, token_file: Path | None, timeout: float, as_json: bool) -> None:
     """Let NODE serve again in the cluster at URL, after `infinistore cluster drain`.
 
-    It joins as a newcomer does: its weight grows, and until then clients find with the
-    others what it lacks. One that is still draining stops that. The exit code is 1 if
-    no server serves as NODE when --timeout is over; it may do so at any time.
+    It joins as a newcomer does, or stops draining. The exit code is 1 if no server
+    serves as NODE when --timeout is over; it may do so later.
 
     A new node needs no command: start a server with --cluster URL.
     """

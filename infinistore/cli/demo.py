@@ -39,13 +39,13 @@ _USUAL: Final = DemoSettings()
 )  # fmt: skip
 @click.option(
     "--disk", is_flag=True,
-    help="Give the server a disk, fill its pool, restart it, and load the first prompt from disk. The disk takes up to "
-    "three times the pool, in a folder in TMPDIR that is removed at the end.",
+    help="Restart the server with a disk, and load the first prompt from there. It takes up to three times the pool in "
+    "TMPDIR, and is removed at the end.",
 )  # fmt: skip
 @click.option(
     "--nodes", metavar="N", type=click.IntRange(2, 16),
-    help="Start a cluster of so many servers, kill one, and let another one join. They register in an etcd that the "
-    "demo starts, or, if none is installed, a file lists them.",
+    help="Start a cluster of N servers, kill one, and let another one join. An etcd lists them, if it is installed, or "
+    "a file.",
 )  # fmt: skip
 @click.option(
     "--chunk-tokens", metavar="N", type=click.IntRange(1, 4096), default=_USUAL.layout.chunk_tokens, show_default=True,
@@ -73,13 +73,11 @@ def command(
 ) -> None:
     """Demonstrate on this machine what the store is for.
 
-    Starts a server, a prefill process and a decode process, which communicate over TCP.
-    Prefill splits a text into tokens and chunks, computes their KV cache (simulated, in
-    the layout of Qwen2.5-7B), and stores it layer by layer. Decode finds the longest
-    prefix, loads it, and compares every byte. A second prompt with the same beginning
-    shows which blocks are reused. With --disk, the first prompt is found again after a
-    restart of the server. With --nodes 3, the store is a cluster, of which one node is
-    lost and another one joins. Exit code 0 means that every byte was correct.
+    Starts a server, and processes for prefill and decode, which talk over TCP. Prefill
+    stores the KV cache of a text layer by layer (simulated, in the layout of
+    Qwen2.5-7B). Decode finds the longest prefix, loads it, and compares every byte. A
+    second prompt with the same beginning shows which blocks are reused. Exit code 0
+    means that every byte was correct.
 
     Needs about 1.2 GB of memory, or less with a smaller --pool-size.
     """  # fmt: skip

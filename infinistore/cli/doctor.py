@@ -74,11 +74,11 @@ def command(
 ) -> None:
     """Check RDMA, memory, limits, kernel and packages of this machine.
 
-    Nothing is changed, except that --disk writes one small file and removes it. Each
-    line that is not good has a remedy. The exit code is 1 if a line is bad, otherwise
-    0. With --to, a few blocks are written to the server, read and deleted. If the
-    server is so full that this could evict others, only lookups are measured. With
-    --rdma-loopback, 16 MiB of memory are registered with the RDMA device and moved.
+    Each line that is not good has a remedy. The exit code is 1 if a line is bad. With
+    --disk, a small file is written and removed. With --to, a few blocks are written,
+    read and deleted; only lookups are measured if that could evict others. With
+    --rdma-loopback, 16 MiB of memory are registered with the device and moved. Nothing
+    else is changed.
     """
     from infinistore.addresses import DEFAULT_SERVICE_PORT, default_socket_path
     from infinistore.doctor import Level, Wanted, examine, this_host, this_software, worst

@@ -35,8 +35,8 @@ _LINES_OF_A_PIPE: Final = 60
 @click.option("--ascii", "only_ascii", is_flag=True, help="Draw with plain characters.")
 @click.option(
     "--manage-url", metavar="URL",
-    help="Show the tenants, too, as the management API here tells them, such as http://127.0.0.1:18080. The token is "
-    "that of an operator with the role monitor.",
+    help="Management API, such as http://127.0.0.1:18080, to show the tenants, too. It needs the token of an operator "
+    "with the role monitor.",
 )  # fmt: skip
 @click.option(
     "--ca", metavar="FILE", type=click.Path(path_type=Path),

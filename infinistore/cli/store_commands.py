@@ -229,7 +229,7 @@ def rm(keys: tuple[str, ...], prefix: str | None, as_json: bool, target: Target)
     """Delete KEYs, or all keys with a prefix. Exits with 1 if a KEY did not exist.
 
     A file that `put` stored in blocks is deleted with its blocks. With --prefix, exits
-    with 3 if a node of a cluster does not answer, which may have such keys still.
+    with 3 if a node of a cluster, which may have such keys, does not answer.
     """
     if bool(keys) == bool(prefix):
         raise click.UsageError(
@@ -256,10 +256,9 @@ def pin(keys: tuple[str, ...], prefix: str | None, ttl: float | None, as_json: b
     """Keep KEYs, or all keys with a prefix, from being evicted, until `unpin`, or for
     a time.
 
-    Exits with 1 if a KEY could not be pinned because it is not in memory, with --prefix
-    with 3 if a node of a cluster does not answer, which may have such keys. A file that
-    `put` stored in blocks is pinned with its blocks. All pinned keys together may take
-    --max-protected-ratio of the server's pool. A server that restarts forgets all pins.
+    Exits with 1 if a KEY is not in memory, and with --prefix with 3 if a node of a
+    cluster does not answer. A file that `put` stored in blocks is pinned with them. All
+    pinned keys may take --max-protected-ratio of the pool. A restart forgets all pins.
     """
     pinned = ("pinned", "are not in memory")
     _carry_out(*pinned, lambda store: partial(store.pin, ttl_s=ttl), keys, prefix, as_json=as_json, target=target)
@@ -270,8 +269,8 @@ def pin(keys: tuple[str, ...], prefix: str | None, ttl: float | None, as_json: b
 def unpin(keys: tuple[str, ...], prefix: str | None, as_json: bool, target: Target) -> None:
     """Let KEYs, or all keys with a prefix, be evicted again.
 
-    Exits with 1 if a KEY was not pinned, with --prefix with 3 if a node of a cluster
-    does not answer, which may have such keys.
+    Exits with 1 if a KEY was not pinned, and with --prefix with 3 if a node of a
+    cluster does not answer.
     """
     _carry_out("unpinned", "were not pinned", lambda store: store.unpin, keys, prefix, as_json=as_json, target=target)
 
