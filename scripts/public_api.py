@@ -2,7 +2,8 @@
 
 import ast
 import re
-from collections.abc import Iterator
+import textwrap
+from collections.abc import Iterable, Iterator
 from functools import cache
 from pathlib import Path
 
@@ -13,31 +14,32 @@ from marks import between_marks
 __all__ = ["public_api"]
 
 PAGE = "docs/public-api.md"
-MODULES = (
-    "infinistore",
-    "infinistore.client",
-    "infinistore.aio",
-    "infinistore.blocking",
-    "infinistore.tensors",
-    "infinistore.server",
-    "infinistore.allocators",
-    "infinistore.allocators.contract",
-    "infinistore.eviction",
-    "infinistore.eviction.contract",
-    "infinistore.transports",
-    "infinistore.mover_contract",
-    "infinistore.scheduling",
-    "infinistore.integrations.lmcache",
-    "infinistore.integrations.lmcache_l2",
-    "infinistore.integrations.sglang",
-    "infinistore.integrations.history",
-    "infinistore.integrations.rotary",
-    "infinistore.integrations.transformers",
-    "infinistore.integrations.vllm",
-    "infinistore.statistics",
-    "infinistore.client.extension",
-)
-"""What these have in `__all__` is public."""
+MODULES = {
+    "infinistore": "python",
+    "infinistore.client": "python",
+    "infinistore.aio": "python",
+    "infinistore.blocking": "python",
+    "infinistore.tensors": "tensors",
+    "infinistore.server": "server",
+    "infinistore.allocators": "extension",
+    "infinistore.allocators.contract": "extension",
+    "infinistore.eviction": "extension",
+    "infinistore.eviction.contract": "extension",
+    "infinistore.transports": "extension",
+    "infinistore.mover_contract": "extension",
+    "infinistore.scheduling": "extension",
+    "infinistore.integrations.lmcache": "integrations",
+    "infinistore.integrations.lmcache_l2": "integrations",
+    "infinistore.integrations.sglang": "integrations",
+    "infinistore.integrations.history": "integrations",
+    "infinistore.integrations.rotary": "integrations",
+    "infinistore.integrations.transformers": "integrations",
+    "infinistore.integrations.vllm": "integrations",
+    "infinistore.statistics": "statistics",
+    "infinistore.client.extension": "extension",
+}
+"""What these have in `__all__` is public; the page of `docs/reference` with most of it."""
+_WIDTH = 88
 
 
 @attrs.frozen
@@ -68,23 +70,41 @@ def public_api(project: Path) -> dict[str, str]:
 def listing(project: Path) -> Iterator[str]:
     """Yield the lines of the list."""
     listed: dict[tuple[str, int], str] = {}
-    for name in MODULES:
+    for name, page in MODULES.items():
         module = load(project, name)
         if module is None:
             raise ValueError(f"{name} is to be listed in {PAGE}, and does not exist")
-        yield from ("", f"### `{name}`", "", "| Name | What it is |", "|---|---|")
+        known: dict[str, list[str]] = {}
+        with_members: dict[tuple[str, ...], list[str]] = {}
         for public in exported(module):
             found = find(project, module, public)
             key = (found.module.name, found.node.lineno if found.node else 0)
             if key in listed:
-                yield f"| `{public}` | the same as `{listed[key]}` |"
+                where, _, original = listed[key].rpartition(".")
+                known.setdefault(where if original == public else listed[key], []).append(public)
                 continue
             listed[key] = f"{name}.{public}"
-            yield f"| `{public}{signature(found.node)}` | {description(found, public)} |"
+            members: tuple[str, ...] = ()
             if isinstance(found.node, ast.ClassDef):
-                members = sorted(set(members_of(project, found.module, found.node)))
-                if members:
-                    yield f"| | {', '.join(f'`{member}`' for member in members)} |"
+                members = tuple(sorted(set(members_of(project, found.module, found.node))))
+            called = isinstance(found.node, ast.FunctionDef | ast.AsyncFunctionDef)
+            with_members.setdefault(members, []).append(f"{public}()" if called else public)
+        yield from ("", f"### `{name}`", "", f"[Reference](reference/{page}.md)", "")
+        for members, names in with_members.items():
+            yield from _item(_quoted(names) + (f": {_quoted(members)}" if members else ""))
+        for where, names in known.items():
+            yield from _item(f"as in `{where}`: {_quoted(names)}")
+
+
+def _quoted(names: Iterable[str]) -> str:
+    return ", ".join(f"`{name}`" for name in names)
+
+
+def _item(text: str) -> list[str]:
+    """Return an item of a list as lines."""
+    return textwrap.wrap(
+        text, _WIDTH, initial_indent="- ", subsequent_indent="  ", break_long_words=False, break_on_hyphens=False
+    )
 
 
 @cache
@@ -167,7 +187,7 @@ def members_by(statement: ast.stmt) -> Iterator[str]:
         elif decorators & {"property", "cached_property", "setter"}:
             yield statement.name
         else:
-            yield statement.name + signature(statement)
+            yield f"{statement.name}()"
     else:
         yield from (ast.unparse(target) for target in targets(statement))
 
@@ -175,41 +195,3 @@ def members_by(statement: ast.stmt) -> Iterator[str]:
 def is_public(member: str) -> bool:
     """Whether a member of a class does not begin with an underscore."""
     return not member.startswith("_")
-
-
-def signature(node: ast.stmt | None) -> str:
-    """Return the parameters of a function, without types; empty for anything else."""
-    if not isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
-        return ""
-    arguments = node.args
-    for argument in (*arguments.posonlyargs, *arguments.args, *arguments.kwonlyargs, arguments.vararg, arguments.kwarg):
-        if argument is not None:
-            argument.annotation = None
-    return f"({re.sub(r'^(self|cls)(, |$)', '', ast.unparse(arguments))})"
-
-
-def description(found: Found, name: str) -> str:
-    """Return the first sentence of the docstring, or the assignment of a constant."""
-    node = found.node
-    if node is None:
-        docstring = ast.get_docstring(found.module.tree)
-    elif isinstance(node, ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef):
-        docstring = ast.get_docstring(node)
-    else:
-        docstring = docstring_after(found.module.tree, node)
-    if not docstring:
-        return f"`{ast.unparse(node)}`" if node is not None else name
-    paragraph = " ".join(docstring.partition("\n\n")[0].split())
-    sentence = re.match(r".*?[.:](?= |$)", paragraph)
-    return (sentence[0] if sentence else paragraph).rstrip(".:").replace("|", "\\|")
-
-
-def docstring_after(tree: ast.Module, node: ast.stmt) -> str:
-    """Return the text literal behind an assignment, if there is one."""
-    if node not in tree.body:
-        return ""
-    following = tree.body[tree.body.index(node) + 1 :][:1]
-    match following:
-        case [ast.Expr(value=ast.Constant(value=str(text)))]:
-            return text
-    return ""

@@ -43,7 +43,7 @@ def test_a_file_that_is_not_what_its_source_makes_of_it_is_named_and_left_alone_
     copy: Path,
 ) -> None:
     source = (copy / STORE).read_text()
-    changed = source.replace("async def purge(self) -> int:", "async def purge(self, everything: bool = True) -> int:")
+    changed = source.replace("async def purge(self) -> int:", "async def purge_all(self) -> int:")
     assert changed != source
     (copy / STORE).write_text(changed)
     before = (copy / BLOCKING_STORE).read_text()
@@ -55,7 +55,7 @@ def test_a_file_that_is_not_what_its_source_makes_of_it_is_named_and_left_alone_
 
     done = generate(copy)
     assert (done.returncode, done.stdout) == (0, f"written: {BLOCKING_STORE}\nwritten: docs/public-api.md\n")
-    assert "    def purge(self, everything: bool = True) -> int:" in (copy / BLOCKING_STORE).read_text()
+    assert "    def purge_all(self) -> int:" in (copy / BLOCKING_STORE).read_text()
 
 
 def test_what_has_no_blocking_counterpart_is_refused(copy: Path) -> None:
