@@ -68,14 +68,11 @@ def section(heading: str) -> str:
     return re.split(rf"\n#{{1,{len(level)}}} ", rest, maxsplit=1)[0]
 
 
-def rows(text: str) -> list[list[str]]:
-    """The rows of the first table in a text, without its head; cells without back
-    quotes.
-    """
-    table = re.search(r"(?:^\|.*\n?)+", text, flags=re.MULTILINE)
-    assert table
-    lines = table[0].splitlines()[2:]
-    return [[cell.strip().replace("`", "") for cell in line.strip("|").split("|")] for line in lines]
+def layout(text: str) -> list[list[str]]:
+    """The rows of the first layout in a text: cells are at least two blanks apart."""
+    lines = re.search(r"```text\n(.*?)```", text, flags=re.DOTALL)
+    assert lines
+    return [re.split(r" {2,}", line.strip()) for line in lines[1].splitlines() if not line.startswith("   ")]
 
 
 def prose(text: str) -> str:
@@ -174,7 +171,7 @@ def test_a_message_without_fields_says_so() -> None:
 
 
 def test_the_types_are_those_that_fields_have() -> None:
-    assert [row[0] for row in rows(section("### Types"))] == list(TYPES.values())
+    assert [item.split("`")[1] for item in items(section("### Types"))] == list(TYPES.values())
     assert {TYPES[field.type] for cls in KINDS.values() for field in attrs.fields(cls)} == set(TYPES.values())
 
 
@@ -189,11 +186,11 @@ def test_the_special_numbers_are_those_of_the_code() -> None:
 
 
 def test_the_header_is_laid_out_as_described() -> None:
-    layout = rows(section("## Frames"))
-    lengths = [int(row[1]) for row in layout]
-    assert [int(row[0]) for row in layout] == [sum(lengths[:index]) for index in range(len(lengths))]
+    fields = layout(section("## Frames"))
+    lengths = [int(row[1]) for row in fields]
+    assert [int(row[0]) for row in fields] == [sum(lengths[:index]) for index in range(len(lengths))]
     assert sum(lengths) == codec.HEADER_BYTES
-    named = dict(zip([row[2] for row in layout], lengths, strict=True))
+    named = dict(zip([row[2] for row in fields], lengths, strict=True))
     frame = codec.encode_head(ErrorReply(1, ""), request_id=0x01020304, payload_bytes=2**40 + 5, deadline_us=2**50 + 6)
     found: dict[str, bytes] = {}
     for name, length in named.items():
@@ -309,7 +306,7 @@ def test_an_error_that_is_a_protocol_error_says_so() -> None:
 
 
 def test_the_limits_are_those_of_the_code() -> None:
-    assert {row[0]: row[1] for row in rows(section("### Limits"))} == {
+    assert dict(item.replace("`", "").rsplit(": ", 1) for item in items(section("### Limits"))) == {
         "one key": f"1 to {MAX_KEY_BYTES} bytes of UTF-8",
         "keys in one message": f"{MAX_JOINED_KEYS:,}",
         "any other text": f"{MAX_KEY_BYTES} characters",
@@ -352,8 +349,8 @@ def test_the_tables_in_shared_memory_are_laid_out_as_described() -> None:
         f"{8 + shared_tables.HAZARD_SLOTS * column} to {7 + shared_tables.HAZARD_SLOTS * (column + 1)}"
         for column in range(4)
     ]
-    assert [row[0] for row in rows(removals)] == ["0", "1 to 7", "8 and on"]
-    assert [row[0] for row in rows(own)] == ["0", "1", "2", "3", "4", "5", "6 and 7", *columns]
+    assert [row[0] for row in layout(removals)] == ["0", "1 to 7", "8 and on"]
+    assert [row[0] for row in layout(own)] == ["0", "1", "2", "3", "4", "5", "6 and 7", *columns]
     log_bytes = shared_tables.LOG_BYTES
     assert f"The file has {shared_tables.READER_BYTES:,} bytes" in prose(own)
     assert f"{shared_tables.HAZARD_SLOTS} slots" in prose(own)
@@ -383,7 +380,7 @@ def test_the_entry_of_a_place_is_found_as_described(pool_bytes: int, data: st.Da
 
 def test_every_name_in_the_document_exists() -> None:
     fields = {field.name for cls in KINDS.values() for field in attrs.fields(cls)}
-    header = {row[2] for row in rows(section("## Frames"))}
+    header = {row[2] for row in layout(section("## Frames"))}
     known = {cls.__name__ for cls in KINDS.values()} | set(ERRORS) | fields | header | set(TYPES.values())
     elsewhere = {
         "INFS",
