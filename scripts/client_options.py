@@ -142,12 +142,11 @@ def tables_of_options() -> str:
             "",
             f"### {heading}",
             "",
-            "| Option | Value | Default | What it does |",
-            "|---|---|---|---|",
+            "| Option | Default | What it does |",
+            "|---|---|---|",
         ]
         for setting in settings:
             if setting.group == heading:
-                value = setting.kind.metavar.replace("|", "\\|") or "True\\|False"
                 only = "" if setting.key in in_urls or heading == EMBEDDED else ". Only as an argument"
-                lines.append(f"| `{setting.key}` | {value} | {setting.default_text} | {setting.help}{only} |")
+                lines.append(f"| `{setting.key}` | {setting.default_text} | {setting.help}{only} |")
     return "\n".join(lines)

@@ -223,7 +223,10 @@ class Options:
         group=ANY_STORE,
     )
     verify: Literal["always", "never"] = declare(
-        choice("always", "never"), "always", "Whether writes compute checksums and reads verify them", group=ANY_STORE
+        choice("always", "never"),
+        "always",
+        "With always, writes compute checksums and reads verify them; with never, neither",
+        group=ANY_STORE,
     )
     token: str = declare(
         _text("TEXT"),
@@ -237,28 +240,28 @@ class Options:
     tls: "SSLContext | None" = declare(
         tls_kind(),
         None,
-        "What encrypts connections over TCP, instead of ca, cert and key. With any of these four, the server must "
-        "speak TLS, whatever the scheme of the URL is",
+        "The SSLContext that encrypts connections over TCP, instead of ca, cert and key. With any of these four, the "
+        "server must speak TLS, whatever the scheme of the URL is",
         group=SERVER,
         default_text="TLS only with infinistores://",
     )
     ca: Path | None = declare(
         path("FILE"),
         None,
-        "The authorities to trust, in PEM. One of them must have signed the server's certificate, for the host in the "
-        "URL",
+        "A file with the authorities to trust, in PEM. One of them must have signed the server's certificate, for the "
+        "host in the URL",
         group=SERVER,
         default_text="those of the system",
     )
     cert: Path | None = declare(
         path("FILE"),
         None,
-        "The certificate of this client, in PEM, for a server with --tls-client-ca",
+        "A file with the certificate of this client, in PEM, for a server with --tls-client-ca",
         group=SERVER,
         default_text="none",
     )
     key: Path | None = declare(
-        path("FILE"), None, "The key of cert, in PEM", group=SERVER, default_text="the file of cert"
+        path("FILE"), None, "A file with the key of cert, in PEM", group=SERVER, default_text="the file of cert"
     )
     unencrypted_rdma: bool = declare(
         _switch(), "False", "Allow RDMA together with TLS: requests are encrypted then, blocks are not", group=SERVER

@@ -30,19 +30,21 @@ class StoreOptions(TypedDict, total=False):
             * `rdma://HOST:PORT`: RDMA only
         deadline_s: How long one call may take, retries included, in seconds. Default:
             30.
-        verify: Whether writes compute checksums and reads verify them. Default: always.
+        verify: With always, writes compute checksums and reads verify them; with never,
+            neither. Default: always.
         token: The token of a server with --token-file. Without it, that of token_file
             in the URL, or else of the variable INFINISTORE_TOKEN. With a server only.
             Default: none.
-        tls: What encrypts connections over TCP, instead of ca, cert and key. With any
-            of these four, the server must speak TLS, whatever the scheme of the URL is.
-            With a server only. Default: TLS only with infinistores://.
-        ca: The authorities to trust, in PEM. One of them must have signed the server's
-            certificate, for the host in the URL. With a server only. Default: those of
-            the system.
-        cert: The certificate of this client, in PEM, for a server with --tls-client-ca.
-            With a server only. Default: none.
-        key: The key of cert, in PEM. With a server only. Default: the file of cert.
+        tls: The SSLContext that encrypts connections over TCP, instead of ca, cert and
+            key. With any of these four, the server must speak TLS, whatever the scheme
+            of the URL is. With a server only. Default: TLS only with infinistores://.
+        ca: A file with the authorities to trust, in PEM. One of them must have signed
+            the server's certificate, for the host in the URL. With a server only.
+            Default: those of the system.
+        cert: A file with the certificate of this client, in PEM, for a server with
+            --tls-client-ca. With a server only. Default: none.
+        key: A file with the key of cert, in PEM. With a server only. Default: the file
+            of cert.
         unencrypted_rdma: Allow RDMA together with TLS: requests are encrypted then,
             blocks are not. With a server only. Default: False.
         max_connections: How many connections may carry blocks at a time; in a cluster 2
