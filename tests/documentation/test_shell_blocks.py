@@ -38,8 +38,7 @@ BEFORE = {
     "docs/command-line.md": {
         "infinistore pin": f"{DISK}; touch file; echo Be nice. | infinistore put system-prompt/0",
         "infinistore disk inspect": "stop",
-        "export": "mkdir -p etc/infinistore",
-        "infinistore cluster status": f"unset INFINISTORE_TENANTS; {IN_CLUSTER}; node NODE",
+        "infinistore cluster status": f"{IN_CLUSTER}; node NODE",
     },
     "docs/monitor.md": {
         "infinistore monitor  ": IN_CLUSTER,
