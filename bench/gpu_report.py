@@ -7,6 +7,7 @@ the part that it was at. Nothing here needs more than Python itself.
 
 import json
 import os
+import textwrap
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, Final, NamedTuple
@@ -94,32 +95,39 @@ def _is_as_wanted(value: Any, wanted: str) -> bool:
 
 
 def markdown(parts: Mapping[str, Mapping[str, Any]], tests: Iterable[str]) -> str:
-    """Return the tables of a report for a page. `tests` are the names of the tests'
-    parts that there are.
+    """Return the tables of a report for a page, and which parts were not run. `tests`
+    are the names of the tests' parts that there are.
     """
     machines: dict[str, str] = {}
 
     def mark(result: Mapping[str, Any]) -> str:
         return machines.setdefault(result["machine"], chr(ord("A") + len(machines)))
 
-    lines = ["| tests | passed | failed | skipped | on |", "|---|---|---|---|---|"]
+    tests = list(tests)
+    rows = []
     for name in tests:
-        result = parts.get(name)
-        if result is None or why_not(result):
-            lines.append(f"| `{name}` | {why_not(result)} | | | |")
+        if (result := parts.get(name)) is None:
+            continue
+        if why_not(result):
+            rows.append(f"| `{name}` | {why_not(result)} | | | |")
         else:
             failed = ", ".join(f"`{test}`" for test in result["failed"]) or "none"
             cells = [result["passed"], failed, len(result["skipped"]), mark(result)]
-            lines.append(f"| `{name}` | {' | '.join(map(str, cells))} |")
-    lines += ["", "| figure | measured | wanted | on |", "|---|---|---|---|"]
+            rows.append(f"| `{name}` | {' | '.join(map(str, cells))} |")
+    lines = ["| tests | passed | failed | skipped | on |", "|---|---|---|---|---|", *rows, ""] if rows else []
+    rows = []
     for name, part in PARTS.items():
-        result = parts.get(name)
-        if result is None or why_not(result):
-            lines.append(f"| **{part.title}** | {why_not(result)} | | |")
+        if (result := parts.get(name)) is None:
+            continue
+        if why_not(result):
+            rows.append(f"| **{part.title}** | {why_not(result)} | | |")
         else:
-            lines.append(f"| **{part.title}** | | | {mark(result)} |")
-            lines += _rows(name, result["figures"])
-    lines += ["", *(f"{letter}: {machine}" for machine, letter in machines.items())]
+            rows.append(f"| **{part.title}** | | | {mark(result)} |")
+            rows += _rows(name, result["figures"])
+    lines += ["| figure | measured | wanted | on |", "|---|---|---|---|", *rows, ""] if rows else []
+    if left := [f"`{name}`" for name in (*tests, *PARTS) if name not in parts]:
+        lines += [*textwrap.wrap(f"Not run yet: {', '.join(left)}.", 88, break_on_hyphens=False), ""]
+    lines += [*(f"{letter}: {machine}" for machine, letter in machines.items())]
     return "\n".join(lines).strip().replace("|  |", "| |") + "\n"
 
 
