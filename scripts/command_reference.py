@@ -28,7 +28,7 @@ This is what `infinistore COMMAND --help` prints, for looking up.
 ## Shared flags
 
 Each command names those that it has of these, as *connection* if it has all but
-`--json`. One with another default is in the table of the command. `--help` is
+`--json`. One with another default is in the list of the command. `--help` is
 everywhere.
 """
 
@@ -44,12 +44,12 @@ def command_reference(_: Path) -> dict[str, str]:
     ping = root.get_command(context, "stat")
     assert ping is not None
     shared = {
-        row(option, context): option.opts[0]
+        described(option, context): option.opts[0]
         for option in options_of(ping)
         if panel(option) == SHARED or option.name == "as_json"
     }
     connection = [name for name in shared.values() if name != "--json"]
-    lines = [BEGINNING, *table(list(shared)), "", "## Commands"]
+    lines = [BEGINNING, *listed(list(shared)), "", "## Commands"]
     for command, within in commands:
         lines += ["", f"### {within.command_path}", ""]
         if (called := usage(command, within)) != f"{within.command_path} [OPTIONS]":
@@ -57,10 +57,10 @@ def command_reference(_: Path) -> dict[str, str]:
         lines += text_of(command)
         if within.command_path == "infinistore serve":
             lines += ["", "[Its other flags are its settings.](../configuration.md#all-settings)"]
-        rows = [row(option, within) for option in options_of(command) if not is_setting(option, within)]
-        if own := [one for one in rows if one not in shared]:
-            lines += ["", *table(own)]
-        if has := [shared[one] for one in rows if one in shared]:
+        flags = [described(option, within) for option in options_of(command) if not is_setting(option, within)]
+        if own := [one for one in flags if one not in shared]:
+            lines += ["", *listed(own)]
+        if has := [shared[one] for one in flags if one in shared]:
             also = [f"`{one}`" for one in has if one not in connection or not {*connection} <= {*has}]
             also += ["connection"] if {*connection} <= {*has} else []
             lines += ["", f"Also: {', '.join(also)}."]
@@ -119,21 +119,28 @@ def is_setting(option: "click.Option", context: "click.Context") -> bool:
     return context.command_path == "infinistore serve" and option.name in {one.key for one in server_settings()}
 
 
-def table(rows: list[str]) -> list[str]:
-    """Return a table of flags."""
-    return ["| Flag, variable | Default | What it does |", "|---|---|---|", *rows]
+def listed(items: list[str]) -> list[str]:
+    """Return a list of flags, wrapped."""
+    return [
+        line
+        for item in items
+        for line in textwrap.wrap(
+            f"- {item}", WIDTH, subsequent_indent="  ", break_long_words=False, break_on_hyphens=False
+        )
+    ]
 
 
-def row(option: "click.Option", context: "click.Context") -> str:
-    """Return a flag as a line of a table."""
+def described(option: "click.Option", context: "click.Context") -> str:
+    """Return a flag with its variable, what it does, and its default."""
     help_text, _, default = (option.help or "").partition(" Default: ")
     if not default and not option.is_flag and isinstance(option.default, str | int | float):
         default = str(option.default).removesuffix(".0")
-    metavar = "" if option.is_flag else " " + value_of(option, context).replace("|", "\\|")
+    metavar = "" if option.is_flag else f" {value_of(option, context)}"
     names = ", ".join(f"`{name}{metavar}`" for name in (*option.opts, *option.secondary_opts))
     if option.envvar:
-        names += f", `{option.envvar}`"
-    return f"| {names} | {in_markdown(default.rstrip('.'))} | {in_markdown(help_text.rstrip('.'))} |"
+        names += f" (`{option.envvar}`)"
+    text = f"{names}: {in_markdown(help_text.rstrip('.'))}."
+    return f"{text} Default: {in_markdown(default.rstrip('.'))}." if default else text
 
 
 def value_of(option: "click.Option", context: "click.Context") -> str:
@@ -149,4 +156,4 @@ def in_markdown(text: str) -> str:
     """Return text of the help with flags and variables as code."""
     parts = text.split("`")  # every other one is code
     parts[::2] = [re.sub(r"(?<![\w-])(--[a-z][a-z-]*|\$?INFINISTORE_\w+)", r"`\1`", part) for part in parts[::2]]
-    return "`".join(parts).replace("|", "\\|")
+    return "`".join(parts)
