@@ -321,6 +321,7 @@ class ServerStatistics:
     )
     """0 if it is not reported."""
     requests: int = attrs.field(metadata=counter())
+    """Those included that gets of shared memory do without."""
     errors: int = attrs.field(
         metadata=counter("errors", "Requests that were refused, and connections that an error ended")
     )
@@ -331,7 +332,11 @@ class ServerStatistics:
 
 @attrs.frozen
 class OperationStatistics:
-    """Requests of one kind, transport and outcome ("ok", or an error's name)."""
+    """Requests of one kind, transport and outcome ("ok", or an error's name).
+
+    Puts and gets are of the kinds "put" and "get", whatever moves their bytes. The
+    transport of those in memory that client and server share is "shm".
+    """
 
     kind: str = attrs.field(metadata=merge(last))
     transport: str = attrs.field(metadata=merge(last))
@@ -344,8 +349,9 @@ class OperationStatistics:
     latency_counts: list[int] = attrs.field(metadata=merge(_buckets))
     """A histogram with the bounds of `LATENCY_BOUNDS_S` and a last bucket above them.
 
-    Each request counts in one bucket. A latency is the time from the arrival of a
-    request's head until its reply was sent.
+    Each request counts in one bucket; a get of shared memory without a request counts
+    in none. A latency is the time from the arrival of a request's head until its reply
+    was sent.
     """
 
 

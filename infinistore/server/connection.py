@@ -18,7 +18,7 @@ from collections.abc import Awaitable, Callable, Sequence
 from contextlib import suppress
 from itertools import count
 from operator import gt, itemgetter
-from typing import TypeVar
+from typing import Final, TypeVar
 
 import attrs
 import trio
@@ -108,6 +108,10 @@ class Traffic:
     errors: int = 0
     received_bytes: int = 0
     sent_bytes: int = 0
+    gets: int = 0
+    """Gets without a request, in shared memory."""
+    got_bytes: int = 0
+    """What they have read."""
 
     def add(self, other: "Traffic") -> None:
         """Add the traffic of another connection."""
@@ -115,6 +119,19 @@ class Traffic:
         self.errors += other.errors
         self.received_bytes += other.received_bytes
         self.sent_bytes += other.sent_bytes
+        self.gets += other.gets
+        self.got_bytes += other.got_bytes
+
+    def figures(self) -> dict[str, int]:
+        """Return what the statistics show of it, by their names: a get is one, with a
+        request or without.
+        """
+        return {
+            "requests": self.requests + self.gets,
+            "errors": self.errors,
+            "received_bytes": self.received_bytes,
+            "sent_bytes": self.sent_bytes + self.got_bytes,
+        }
 
 
 class Conversation:
@@ -363,6 +380,8 @@ class ClientTables:
         self.arena.close()
 
 
+ROOM_ONLY: Final = "room only"
+"""The outcome of a Prepare that has only taken room: its client has to commit."""
 MOST_OPEN = 1024
 """How many reservations, and how many leases, one connection may have open."""
 _LENGTH = itemgetter(2)
@@ -550,7 +569,11 @@ class Holdings:
     def note_use(self, touch: Message) -> None:
         """Count what the client has used without asking."""
         assert isinstance(touch, Touch)
-        self._conversation.traffic.sent_bytes += self._core.note_use(touch.keys, read=touch.read)
+        read_bytes = self._core.note_use(touch.keys, read=touch.read)
+        if touch.read:
+            traffic = self._conversation.traffic
+            traffic.gets += 1
+            traffic.got_bytes += read_bytes
 
     def listen(self) -> None:
         """Hear of blocks that the client has used since its last request."""

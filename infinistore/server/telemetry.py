@@ -10,7 +10,7 @@ import math
 import re
 from collections import Counter, defaultdict
 from collections.abc import Awaitable, Callable, Iterator, Sequence
-from typing import TypeVar
+from typing import Final, TypeVar
 
 import attrs
 import trio
@@ -18,11 +18,12 @@ import trio
 from infinistore.core.store import StoreCore
 from infinistore.protocol.codec import statistics_to_tree
 from infinistore.protocol.messages import Tree
-from infinistore.server.connection import Traffic
-from infinistore.server.recorder import Recorder
+from infinistore.server.connection import ROOM_ONLY, Traffic
+from infinistore.server.recorder import OK, Recorder
 from infinistore.server.session.handshake import Handshakes
-from infinistore.server.session.session import SessionRegistry
+from infinistore.server.session.session import SHARED_MEMORY, SessionRegistry
 from infinistore.statistics import (
+    LATENCY_BOUNDS_S,
     MAX_PREFIXES,
     ArenaStatistics,
     ClientStatistics,
@@ -35,11 +36,13 @@ from infinistore.statistics import (
     SpinStatistics,
     TenantStatistics,
     busiest,
+    merged_by,
 )
 from infinistore.transports.sockets.spin import Spinner
 from infinistore.version import __version__
 
 _T = TypeVar("_T")
+_BUCKETS: Final = len(LATENCY_BOUNDS_S) + 1
 _MAX_ARENAS = 256
 MAX_SAMPLE_KEYS = 4096
 _MAX_OPERATIONS = 512
@@ -154,6 +157,44 @@ def _in_slices(items: Sequence[_T]) -> Iterator[Sequence[_T]]:
     return (items[first : first + _SLICE_KEYS] for first in range(0, len(items), _SLICE_KEYS))
 
 
+_OPERATIONS: Final = {"commit": "put", "prepare": "put", "rdma_put": "put", "lease": "get", "rdma_get": "get"}
+_OF_SHARED_MEMORY: Final = frozenset(
+    ("abort", "commit", "lease", "map_arenas", "map_tables", "prepare", "release", "reserve", "touch")
+)
+
+
+def as_operations(requests: Sequence[OperationStatistics], traffic: Traffic) -> list[OperationStatistics]:
+    """Return counts of requests as those of what clients have done, sorted by kind,
+    transport and outcome.
+
+    The requests that make a batch visible, or tell where one is, are puts and gets. One
+    for room is a put if it was refused. Gets without a request, of `traffic`, have no
+    latency. Memory that is shared is a transport of its own, "shm".
+    """
+    found = [_as_operation(one) for one in requests]
+    if traffic.gets:
+        found.append(
+            OperationStatistics("get", SHARED_MEMORY, OK, traffic.gets, traffic.got_bytes, 0.0, [0] * _BUCKETS)
+        )
+    merged = merged_by("kind", "transport", "outcome")([found])
+    return sorted(merged, key=lambda one: (one.kind, one.transport, one.outcome))
+
+
+def _as_operation(one: OperationStatistics) -> OperationStatistics:
+    kind, outcome = one.kind, one.outcome
+    if outcome == ROOM_ONLY:
+        kind, outcome = "reserve", OK
+    elif kind == "reserve" and outcome != OK:
+        kind = "put"
+    shared = one.kind in _OF_SHARED_MEMORY and one.transport == "unix"
+    return attrs.evolve(
+        one,
+        kind=_OPERATIONS.get(kind, kind),
+        transport=SHARED_MEMORY if shared else one.transport,
+        outcome=outcome,
+    )
+
+
 class Telemetry:
     """Reads the figures of one server where they are counted."""
 
@@ -213,16 +254,14 @@ class Telemetry:
             connections_open=connections,
             connections_total=connections,
             connections_refused=0,
-            requests=traffic.requests,
-            errors=traffic.errors,
-            received_bytes=traffic.received_bytes,
-            sent_bytes=traffic.sent_bytes,
             spin=SpinStatistics(0, 0, 0.0),
+            **traffic.figures(),
         )
 
     def operations(self) -> list[OperationStatistics]:
-        """The counts and latencies of each kind of request."""
-        return self._recorder.statistics()
+        """The counts and latencies of what clients have done, by kind."""
+        self.core.catch_up()
+        return as_operations(self._recorder.statistics(), self.sessions.traffic())
 
     def clients(self) -> list[ClientStatistics]:
         """The open connections; of many, those that moved the most bytes."""
@@ -232,8 +271,7 @@ class Telemetry:
     async def details(self) -> ServerDetails:
         """Details, which take a few milliseconds. Other tasks run meanwhile."""
         core = self.core
-        core.catch_up()
-        operations = self._recorder.statistics()
+        operations = self.operations()
         if len(operations) > _MAX_OPERATIONS:
             operations = heapq.nlargest(_MAX_OPERATIONS, operations, key=lambda one: one.count)
         clients = busiest(self.sessions.statistics())

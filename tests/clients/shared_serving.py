@@ -59,7 +59,7 @@ class Shared:
             pass
 
     def requests(self) -> int:
-        found: int = self.look(lambda: self.server.server.telemetry.statistics().requests)
+        found: int = self.look(lambda: self.server.server.sessions.traffic().requests)
         return found
 
     @contextmanager

@@ -167,7 +167,7 @@ async def test_a_write_that_is_cancelled_stores_all_of_its_batch_or_nothing(
         assert await cancel_at_each_await(write_anew, look) >= 1 + (write is reserve)
         assert before == written
         if (kind, write) == ("shared memory", put) and it.server is not None:
-            by_itself = any(one.kind == "prepare" for one in it.server.server.telemetry.operations())
+            by_itself = any(one.kind == "prepare" for one in it.server.server.context.recorder.statistics())
             assert by_itself == tables_are_safe_here()
 
 

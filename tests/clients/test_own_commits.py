@@ -32,7 +32,7 @@ pytestmark = needs_tables
 def counts(shared: Shared) -> Counter[str]:
     """How many requests of each kind there were."""
     found: Counter[str] = Counter()
-    for one in shared.look(shared.server.server.telemetry.operations):
+    for one in shared.look(shared.server.server.context.recorder.statistics):
         found[one.kind] += one.count
     return found
 
@@ -283,6 +283,8 @@ def test_of_two_puts_of_one_key_at_a_time_the_one_whose_word_comes_last_stays(on
     all_read(everybody, [*LONG.values(), between["c"]], "abc")
     found = counts(one_kind)
     assert (found["prepare"], found["commit"]) == (1 + (second != "tcp"), int(second != "tcp"))
+    puts = [one for one in one_kind.look(one_kind.server.server.telemetry.operations) if one.kind == "put"]
+    assert sum(one.count for one in puts) == 2
     statistics = one_kind.core_statistics()
     assert (statistics.puts, statistics.keys) == (4, 3)
     store.purge()

@@ -20,7 +20,7 @@ from infinistore.server.environment import Environment
 from tests.clients.own_reading import LOOKUPS, READS, REMOVALS, SHORT, arrays_of, knows, needs_tables, values_of
 from tests.clients.shared_serving import LONG, Shared, shared_serving
 from tests.clients.stores import Loops, damage
-from tests.server.running import KIB
+from tests.server.running import KIB, MIB
 
 pytestmark = [needs_tables, pytest.mark.filterwarnings("ignore::infinistore.LeaseStillInUse")]
 
@@ -171,6 +171,38 @@ def test_no_use_is_lost_when_there_are_more_than_the_server_has_room_to_hear_of(
     assert statistics.hits == before.hits + 1000 + 3 * 40
     assert statistics.hit_bytes == before.hit_bytes + 3000 + 3 * 40
     assert READS["get"](store) == list(SHORT.values())
+
+
+def test_puts_and_gets_are_counted_as_such_whether_the_server_was_asked_or_not(one_kind: Shared) -> None:
+    store, other = one_kind.open(name="one"), one_kind.open(name="other")
+    store.put_many(LONG)
+    total = sum(map(len, LONG.values()))
+    with one_kind.without_a_request():
+        for _ in range(3):
+            store.get_many(LONG)
+    for _ in range(2):
+        other.get_many(LONG)
+    with other.lease(list(LONG)):
+        pass
+    telemetry = one_kind.server.server.telemetry
+    operations = {(one.kind, one.transport): one for one in one_kind.look(telemetry.operations)}
+    put, get = operations.pop(("put", "shm")), operations.pop(("get", "shm"))
+    assert (put.count, put.payload_bytes, put.outcome) == (1, total, "ok")
+    assert (get.count, get.payload_bytes, get.outcome) == (6, 6 * total, "ok")
+    assert sum(put.latency_counts) == sum(get.latency_counts) == 1, "only of those for which the server was asked"
+    assert {kind for kind, _ in operations} <= {"map_arenas", "map_tables", "release"}
+    clients = {one.name: one for one in one_kind.look(telemetry.clients)}
+    assert {(one.transport, one.sent_bytes) for one in clients.values()} == {("shm", 3 * total)}
+    assert one_kind.look(telemetry.statistics).requests == sum(one.requests for one in clients.values())
+
+
+def test_a_put_for_which_there_is_no_room_is_a_failed_put_by_shared_memory_too(one_kind: Shared) -> None:
+    store = one_kind.open()
+    for replace in (True, False):
+        with pytest.raises(OutOfMemory):
+            store.put_many({"a": bytes(3 * MIB), "b": bytes(3 * MIB)}, replace=replace)
+    failed = [one for one in one_kind.look(one_kind.server.server.telemetry.operations) if one.outcome != "ok"]
+    assert [(one.kind, one.transport, one.outcome, one.count) for one in failed] == [("put", "shm", "OutOfMemory", 2)]
 
 
 def test_bytes_read_without_asking_are_not_counted_for_the_request_that_follows(one_kind: Shared) -> None:

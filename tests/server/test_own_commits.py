@@ -155,7 +155,7 @@ async def test_traffic_and_statistics_count_what_a_client_committed_by_itself(
     assert (client.received_bytes, client.pinned_bytes) == (1100, 0)
     assert await present(peer, "a") == [True]
     moved = {one.kind: one.payload_bytes for one in server.server.telemetry.operations()}
-    assert (moved["prepare"], moved["reserve"], moved["exists"]) == (1100, 0, 0)
+    assert (moved["put"], moved["reserve"], moved["exists"]) == (1100, 0, 0)
     statistics = server.core.statistics()
     assert (statistics.puts, statistics.put_bytes) == (2, 1100)
     peer.close()

@@ -20,9 +20,9 @@ from infinistore.protocol.messages import HelloReply, Message
 from infinistore.protocol.server_connection import Received
 from infinistore.server.connection import Conversation, Holdings
 
-Handler: TypeAlias = Callable[[Any, Received], Awaitable[None]]
+Handler: TypeAlias = Callable[[Any, Received], Awaitable[str | None]]
 """Does what a request asks for, and replies to it. What it raises is answered as an
-error.
+error. What it returns is counted as the outcome; None is "ok".
 
 `ProtocolError` also ends the connection.
 """

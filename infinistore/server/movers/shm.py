@@ -44,7 +44,7 @@ from infinistore.protocol.packed_offsets import pack_offsets
 from infinistore.protocol.server_connection import Received
 from infinistore.protocol.shared_tables import HAZARD_SLOTS, RemovalTable, granule_bytes_for, removal_table_bytes
 from infinistore.protocol.versions import Capability
-from infinistore.server.connection import ClientTables, Conversation, Holdings
+from infinistore.server.connection import ROOM_ONLY, ClientTables, Conversation, Holdings
 from infinistore.server.movers.base import ConnectionMover, Mover
 from infinistore.transports.base import DescriptorStream
 from infinistore.transports.sockets.raw_sockets import MAX_DESCRIPTORS
@@ -184,7 +184,7 @@ class _ShmConnection(ConnectionMover):
             if self._holdings.tables is None:  # else it commits without a message
                 self._await_copying(sum(reserve.sizes))
 
-    async def _prepare(self, prepare: Prepare, received: Received) -> None:
+    async def _prepare(self, prepare: Prepare, received: Received) -> str | None:
         """Name the blocks of a batch that the client commits by its commit word."""
         self._check_may_write(prepare)
         holdings = self._holdings
@@ -219,6 +219,7 @@ class _ShmConnection(ConnectionMover):
         await self._conversation.reply(PrepareReply(accepted, number, room.places, removals))
         if not prepare.checksums:
             reservation.entries()  # for the commit, while the client copies
+        return None if accepted else ROOM_ONLY
 
     def _check_may_write(self, request: Message) -> None:
         """Refuse room to a client that could not write to it: committed unwritten, room

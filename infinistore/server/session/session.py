@@ -296,6 +296,9 @@ _REVOKED = (
     "the token of this connection was revoked, or its tenant removed; ask for a new token (infinistore tenant rotate)"
 )
 _ADMINISTRATIVE = frozenset((Purge, Evict))
+SHARED_MEMORY: Final = "shm"
+"""What the statistics call the transport of clients that have mapped memory of the
+server."""
 _ANSWERS = {kind: answer for kind, answer in ANSWERS.items() if kind is not MatchPrefix}
 
 
@@ -381,15 +384,14 @@ class Session:
         """Return what `stats` and the management API show of this connection. `now` is
         that of Trio's clock, the same for all connections that are shown together.
         """
+        conversation = self._conversation
+        shared = conversation.shares_memory and self.transport == "unix"
         return ClientStatistics(
             name=self.name,
-            transport=self.transport,
+            transport=SHARED_MEMORY if shared else self.transport,
             connected_s=now - self.connected_at,
-            requests=self.traffic.requests,
-            errors=self.traffic.errors,
-            received_bytes=self.traffic.received_bytes,
-            sent_bytes=self.traffic.sent_bytes,
-            pinned_bytes=self._conversation.client.pinned_bytes,
+            **self.traffic.figures(),
+            pinned_bytes=conversation.client.pinned_bytes,
         )
 
     @property
@@ -606,9 +608,10 @@ class Session:
                     self._note(message, attrs.asdict(reply))
                 await conversation.reply(reply)
             else:
-                await self._handlers[type(message)](message, received)
+                outcome = await self._handlers[type(message)](message, received)
                 if type(message) in _ADMINISTRATIVE:
                     self._note(message, {})
+                return outcome or OK
         except (InvalidRequest, TransferFailed) as error:
             return await self._refuse(error, received)
         except (ProtocolError, StoreUnavailable):
