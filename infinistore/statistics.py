@@ -370,6 +370,9 @@ class ClientStatistics:
     received_bytes: int
     sent_bytes: int
     pinned_bytes: int
+    id: str = ""
+    """No other connection has it, at any server or run of one. Empty if not reported.
+    """
 
 
 @attrs.frozen

@@ -6,7 +6,7 @@ the other functions require samples of the same run.
 """
 
 from collections import Counter, defaultdict
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from itertools import pairwise, zip_longest
 from typing import Final, Literal
 
@@ -14,6 +14,7 @@ import attrs
 
 from infinistore.statistics import (
     LATENCY_BOUNDS_S,
+    MAX_CLIENTS,
     ClientStatistics,
     DiskStatistics,
     OperationStatistics,
@@ -60,7 +61,6 @@ _OK: Final = "ok"
 _SHORTEST_S: Final = 1e-6  # dividing by less may overflow a float
 _OVERTAKES: Final = 2
 """How many times as many requests as those of another kind take its place."""
-_SAME_START_S: Final = 0.05  # tolerance for the start of one connection in two samples
 
 
 @attrs.frozen
@@ -279,14 +279,12 @@ def client_rows(oldest: Sample | None, before: Sample | None, now: Sample) -> tu
     """Return a row per name and transport of the open connections, by name.
 
     Rates are since the sample `before`, recent rates since `oldest`. Without these
-    samples, they are unknown and 0, respectively.
-
-    Connections have no number, so they are identified by the time they were opened.
-    Connections that closed since `before` do not count.
+    samples, they are unknown and 0, respectively. Connections that closed since
+    `before` do not count.
     """
     since_before, since_oldest = _client_rates(before, now), _client_rates(oldest, now)
 
-    def row(group: _Group, connections: Sequence[tuple[float, ClientStatistics]]) -> ClientRow:
+    def row(group: _Group, connections: Sequence[ClientStatistics]) -> ClientRow:
         requests, received, sent = since_before.get(group, (None, None, None))
         recent_requests, recent_received, recent_sent = since_oldest.get(group, (0.0, 0.0, 0.0))
         return ClientRow(
@@ -298,8 +296,8 @@ def client_rows(oldest: Sample | None, before: Sample | None, now: Sample) -> tu
             sent_bytes_per_s=sent,
             recent_requests_per_s=recent_requests,
             recent_bytes_per_s=recent_received + recent_sent,
-            errors=sum(one.errors for _, one in connections),
-            pinned_bytes=sum(one.pinned_bytes for _, one in connections),
+            errors=sum(one.errors for one in connections),
+            pinned_bytes=sum(one.pinned_bytes for one in connections),
         )
 
     return tuple(row(group, connections) for group, connections in sorted(_connections(now).items()))
@@ -335,46 +333,37 @@ _Group = tuple[str, str]
 
 
 def _client_rates(before: Sample | None, now: Sample) -> dict[_Group, tuple[float, float, float]]:
-    """Requests, received bytes and sent bytes per second."""
-    elapsed = elapsed_s(before, now) if before is not None and before.stats.details is not None else 0.0
-    if elapsed <= 0:
+    """Requests, received bytes and sent bytes per second; of a group of which a
+    connection has no id, nothing is known."""
+    details = before.stats.details if before is not None else None
+    elapsed = elapsed_s(before, now) if before is not None else 0.0
+    if details is None or elapsed <= 0:
         return {}
-    old_groups = _connections(before)
-    found = {}
-    for group, connections in _connections(now).items():
-        pairs = list(_matched(old_groups.get(group, []), connections))
-        requests = sum(new.requests - (old.requests if old else 0) for old, new in pairs)
-        received = sum(new.received_bytes - (old.received_bytes if old else 0) for old, new in pairs)
-        sent = sum(new.sent_bytes - (old.sent_bytes if old else 0) for old, new in pairs)
-        found[group] = (max(0, requests) / elapsed, max(0, received) / elapsed, max(0, sent) / elapsed)
-    return found
+    old = {one.id: one for one in details.clients}
+    all_listed = len(details.clients) < MAX_CLIENTS
+
+    def per_s(counter: str, connections: Sequence[ClientStatistics]) -> float:
+        found = 0
+        for one in connections:
+            if one.id in old:
+                found += getattr(one, counter) - getattr(old[one.id], counter)
+            elif all_listed:  # it is new
+                found += getattr(one, counter)
+        return found / elapsed
+
+    return {
+        group: (
+            per_s("requests", connections),
+            per_s("received_bytes", connections),
+            per_s("sent_bytes", connections),
+        )
+        for group, connections in _connections(now).items()
+        if all(one.id for one in connections)
+    }
 
 
-def _connections(sample: Sample | None) -> dict[_Group, list[tuple[float, ClientStatistics]]]:
-    """Connections by name and transport, with their opening times, oldest first."""
-    groups: dict[_Group, list[tuple[float, ClientStatistics]]] = defaultdict(list)
-    if sample is not None and sample.stats.details is not None:
-        now_s = sample.stats.server.uptime_s if sample.stats.server is not None else sample.at_s
-        for one in sample.stats.details.clients:
-            groups[one.name, one.transport].append((now_s - one.connected_s, one))
-    for connections in groups.values():
-        connections.sort(key=lambda pair: pair[0])
+def _connections(sample: Sample) -> dict[_Group, list[ClientStatistics]]:
+    groups: dict[_Group, list[ClientStatistics]] = defaultdict(list)
+    for one in sample.stats.details.clients if sample.stats.details is not None else ():
+        groups[one.name, one.transport].append(one)
     return groups
-
-
-def _matched(
-    old: Sequence[tuple[float, ClientStatistics]], new: Sequence[tuple[float, ClientStatistics]]
-) -> Iterator[tuple[ClientStatistics | None, ClientStatistics]]:
-    """Pair each connection with its earlier sample, or None if it is new.
-
-    Both are sorted by opening time.
-    """
-    index = 0
-    for opened_s, one in new:
-        while index < len(old) and old[index][0] < opened_s - _SAME_START_S:
-            index += 1  # this connection has closed
-        if index < len(old) and old[index][0] <= opened_s + _SAME_START_S:
-            yield old[index][1], one
-            index += 1
-        else:
-            yield None, one

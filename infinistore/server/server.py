@@ -291,14 +291,19 @@ class Server:
                 stream.ready = self._ready
             if secure is not None:
                 stream = secure(stream)
-            nursery.start_soon(self._serve, stream, transport, f"client-{self.telemetry.connections_total}")
+            nursery.start_soon(self._serve, stream, transport, self.telemetry.connections_total)
 
-    async def _serve(self, stream: Stream, transport: str, name: str) -> None:
+    async def _serve(self, stream: Stream, transport: str, number: int) -> None:
+        name = f"client-{number}"
+
         def admit(connection: ServerConnection, hello: Hello, identity: Identity) -> Session:
             self.sessions.check_free(identity.limits, 1 if self.tenancy is None else len(self.tenancy))
             context = self.context if self.tenancy is None else self.tenancy.context(self.context, identity)
             session = Session(
-                stream, connection, context, hello.name or name, transport, identity=identity, audit=self.policy.audit
+                *(stream, connection, context, hello.name or name, transport),
+                number=number,
+                identity=identity,
+                audit=self.policy.audit,
             )
             self.sessions.add(session)
             return session

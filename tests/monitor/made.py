@@ -76,7 +76,8 @@ def make_operation(kind: str = "put", **given: Any) -> OperationStatistics:
 
 def make_client(name: str = "decode-0", **given: Any) -> ClientStatistics:
     values: dict[str, Any] = {field.name: 0 for field in attrs.fields(ClientStatistics)}
-    return ClientStatistics(**(values | {"name": name, "transport": "tcp", "connected_s": 50.0} | given))
+    values |= {"name": name, "transport": "tcp", "connected_s": 50.0, "id": f"a-{name}"}
+    return ClientStatistics(**(values | given))
 
 
 def make_disk(path: str = "/mnt/nvme0", **given: Any) -> DiskStatistics:

@@ -16,7 +16,7 @@ from infinistore.monitor.model import HISTORY_POINTS, Alarm, Model, Snapshot
 from infinistore.monitor.rates import Quantile, is_restart, quantile
 from infinistore.monitor.view import document
 from infinistore.sizes import GIB, MIB
-from infinistore.statistics import LATENCY_BOUNDS_S, DrainStatistics, EvictionStatistics, Stats
+from infinistore.statistics import LATENCY_BOUNDS_S, MAX_CLIENTS, DrainStatistics, EvictionStatistics, Stats
 
 from .made import (
     BUCKETS,
@@ -235,16 +235,72 @@ def test_kinds_are_added_up_over_transports_and_outcomes_and_failures_are_counte
     assert (row.total, row.per_s, row.errors_per_s) == (4, 2.0, 1.0)
 
 
-def test_the_connections_of_one_client_are_one_row_and_a_closed_one_makes_no_negative_rate() -> None:
-    def sample(uptime_s: float, *connections: tuple[float, int]) -> Stats:
-        """Each connection is (opened at, bytes received so far)."""
-        open_now = [make_client(connected_s=uptime_s - opened, received_bytes=moved) for opened, moved in connections]
-        return make_stats(server={"uptime_s": uptime_s}, details=make_details(clients=open_now))
+some_bytes = st.integers(0, 2**40)
+connections = st.lists(
+    st.tuples(st.none() | some_bytes, st.none() | some_bytes, st.sampled_from(["unix", "shm"]), st.floats(0, 1e4)),
+    max_size=8,
+)
 
-    before = sample(100.0, (10.0, 5000), (20.0, 1000))
-    now = sample(101.0, (20.01, 1300), (100.5, 40))  # one has closed, another is new
-    (row,) = watched(before, now).snapshot().clients
-    assert (row.connections, row.received_bytes_per_s) == (2, 340.0)
+
+@given(connections)
+def test_what_a_client_moved_is_what_each_of_its_connections_did_since_the_sample_before(
+    connections: list[tuple[int | None, int | None, str, float]],
+) -> None:
+    """Each connection: what it had moved, None if it was not open; what it moves then,
+    None if it has closed; its transport then; and how long it says to be open.
+    """
+    before, now = [], []
+    moved: dict[str, int] = {}
+    for number, (had, more, transport, connected_s) in enumerate(connections):
+        same: dict[str, Any] = {"connected_s": connected_s, "id": f"a-{number}"}
+        if had is not None:
+            before.append(make_client(transport="unix", requests=had, sent_bytes=2 * had, **same))
+        if more is not None:
+            sent = (had or 0) + more
+            now.append(make_client(transport=transport, requests=sent, sent_bytes=2 * sent, **same))
+            moved[transport] = moved.get(transport, 0) + more
+    first, second = (
+        make_stats(server={"uptime_s": uptime_s}, details=make_details(clients=clients))
+        for uptime_s, clients in ((100.0, before), (102.0, now))
+    )
+    rows = watched(first, second).snapshot().clients
+    assert {row.transport: (row.requests_per_s, row.sent_bytes_per_s) for row in rows} == {
+        transport: (more / 2, more) for transport, more in moved.items()
+    }
+
+
+def test_a_client_is_not_that_of_another_run_of_the_server() -> None:
+    lives = [
+        make_stats(
+            server={"instance": instance, "uptime_s": 100.0 + second},
+            details=make_details(clients=[make_client(requests=1000 + second, id=f"{instance}-1")]),
+        )
+        for second, instance in enumerate(("a", "b", "b"))
+    ]
+    assert [watched(*lives[:count]).snapshot().clients[0].requests_per_s for count in (2, 3)] == [None, 1.0]
+
+
+def test_a_connection_that_was_too_quiet_to_be_listed_is_not_taken_for_new() -> None:
+    quiet, listed = make_client("quiet"), [make_client(f"{number}") for number in range(MAX_CLIENTS)]
+    busy = attrs.evolve(quiet, requests=10**6)
+    samples = [
+        make_stats(server={"uptime_s": 100.0 + second}, details=make_details(clients=clients))
+        for second, clients in enumerate(
+            (listed, [*listed[1:], busy], [*listed[1:], attrs.evolve(busy, requests=10**6 + 5)])
+        )
+    ]
+    for count, expected in ((2, 0.0), (3, 5.0)):
+        rows = {row.name: row for row in watched(*samples[:count]).snapshot().clients}
+        assert rows["quiet"].requests_per_s == expected
+
+
+def test_of_a_server_that_does_not_number_its_connections_their_rates_are_unknown() -> None:
+    client = make_client(requests=1000, id="")
+    samples = [
+        make_stats(server={"uptime_s": uptime_s}, details=make_details(clients=[client])) for uptime_s in (100.0, 101.0)
+    ]
+    (row,) = watched(*samples).snapshot().clients
+    assert (row.connections, row.requests_per_s) == (1, None)
 
 
 def test_without_a_server_the_bytes_are_those_of_the_store() -> None:

@@ -86,6 +86,8 @@ async def test_connections_are_shown_with_the_names_they_gave_themselves() -> No
     assert (busy.name, busy.transport, busy.requests, busy.errors) == ("prefill-3", "tcp", 1, 0)
     assert (busy.received_bytes, busy.sent_bytes, busy.pinned_bytes) == (1000 + CHECKSUM_BYTES, 0, 0)
     assert busy.connected_s >= asking.connected_s >= 0
+    instance = server.server.telemetry.instance
+    assert [busy.id, asking.id] == [f"{instance}-1", f"{instance}-2"]
 
 
 async def test_the_totals_of_a_server_include_connections_that_are_over() -> None:

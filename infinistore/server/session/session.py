@@ -307,7 +307,8 @@ class Session:
     whatever the client did.
 
     `connection` has received the client's hello, which the session answers. `transport`
-    is what the payload travels over at first. `identity` is what the handshake proved.
+    is what the payload travels over at first. No other session of the server has the
+    `number`. `identity` is what the handshake proved.
     """
 
     def __init__(
@@ -318,10 +319,12 @@ class Session:
         name: str,
         transport: str,
         *,
+        number: int,
         identity: Identity = DEFAULT_IDENTITY,
         audit: Audit | None = None,
     ) -> None:
         self.name = name
+        self.number = number
         self.connected_at = trio.current_time()
         self._stream = stream
         self._context = context
@@ -392,6 +395,7 @@ class Session:
             connected_s=now - self.connected_at,
             **self.traffic.figures(),
             pinned_bytes=conversation.client.pinned_bytes,
+            id=f"{self._context.hello.instance}-{self.number}",
         )
 
     @property
