@@ -5,6 +5,7 @@ when it is opened; that numpy is there, which disks need, is found here.
 """
 
 import os
+import sys
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any, Final
@@ -70,8 +71,10 @@ def _parse_one(raw: Any) -> DiskPlace:
     return DiskPlace(path("PATH").parse(folder.strip()), size_bytes)
 
 
-def check_numpy() -> None:
-    """Raise `ConfigError` if numpy is missing."""
+def check_disks_work() -> None:
+    """Raise `ConfigError` if numpy is missing, or this is no Linux."""
+    if sys.platform != "linux":
+        raise ConfigError(f"a disk needs Linux, and this is {sys.platform}; leave it out, or use a server")
     try:
         import numpy  # noqa: F401
     except ImportError:
@@ -107,7 +110,7 @@ def _check(value: Any) -> None:
             )
     if value:
         try:
-            check_numpy()
+            check_disks_work()
         except ConfigError as error:
             raise ValueError(str(error)) from None
     twice = _twice(os.path.realpath(one.folder) for one in value)

@@ -14,6 +14,7 @@ import errno
 import os
 import platform
 import re
+import sys
 import threading
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
@@ -24,6 +25,30 @@ import attrs
 
 from infinistore.errors import ConfigError, StoreUnavailable
 
+
+def no_linux(what: str, remedy: str) -> ConfigError:
+    """Return the error for what works on Linux only."""
+    return ConfigError(f"{what} needs Linux, and this is {sys.platform}; {remedy}")
+
+
+def check_server_runs_here() -> None:
+    """Raise `ConfigError` where only clients and embedded stores work."""
+    if sys.platform != "linux":
+        raise no_linux("a server", "run it on Linux, and give its URL to clients here; or use an embedded store")
+
+
+def make_eventfd() -> int:
+    """Return an eventfd(2) that does not block. Who writes `ONE` makes it readable.
+
+    Raises:
+        ConfigError: this is no Linux.
+    """
+    if sys.platform != "linux":
+        raise no_linux("a disk or shared memory", "do without")
+    return os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
+
+
+ONE: Final = (1).to_bytes(8, sys.byteorder)
 NO_THREAD = (RuntimeError, MemoryError)
 """What Python raises if the system refuses a thread."""
 
@@ -233,7 +258,7 @@ def bind_process(
     *,
     root: Path = _ROOT,
     allowed: frozenset[int] | None = None,
-    set_cores: Callable[[int, frozenset[int]], object] = os.sched_setaffinity,
+    set_cores: Callable[[int, frozenset[int]], object] | None = None,
     call: SystemCall | None = None,
 ) -> None:
     """Keep this thread on the cores of a node, and let its memory come from there. The
@@ -243,10 +268,12 @@ def bind_process(
         ConfigError: there is no such node, or the kernel does not let this process
             choose. Nothing was changed.
     """
+    if sys.platform != "linux":
+        raise no_linux(f"NUMA node {node}", "leave the setting out")
     cores = cores_of(node, nodes_here(root), frozenset(os.sched_getaffinity(0)) if allowed is None else allowed)
     mask, bits = _mask(node)
     _bind(node, 1, call, _MPOL_PREFERRED, mask, bits)
-    set_cores(0, cores)
+    (set_cores or os.sched_setaffinity)(0, cores)
 
 
 def bind_memory(address: int, length_bytes: int, node: int, *, call: SystemCall | None = None) -> None:
@@ -273,7 +300,7 @@ def _mask(node: int) -> tuple["ctypes.Array[ctypes.c_ulong]", ctypes.c_ulong]:
 
 
 def _bind(node: int, which: int, call: SystemCall | None, *arguments: object) -> None:
-    calls = _CALLS.get(platform.machine())
+    calls = _CALLS.get(platform.machine()) if sys.platform == "linux" else None
     code = (call or _system_call)(calls[which], *arguments) if calls else errno.ENOSYS
     if not code:
         return

@@ -18,6 +18,7 @@ from infinistore.demo.prompts import (
     KVLayout,
     read_text,
 )
+from infinistore.host import check_server_runs_here
 from infinistore.sizes import format_size
 
 if TYPE_CHECKING:
@@ -86,6 +87,8 @@ def command(
         raise click.UsageError(f"{flag} is for the server that the demo starts, not for the one at --url")
     if nodes is not None and (url is not None or disk):
         raise click.UsageError(f"--nodes starts a cluster of its own; leave {'--disk' if url is None else '--url'} out")
+    if url is None:
+        check_server_runs_here()
     if pool_bytes is None:
         pool_bytes = SMALLER_POOL_BYTES if disk or nodes else DEFAULT_POOL_BYTES
     layout = KVLayout(layers=layers, chunk_tokens=chunk_tokens, group_chunks=GROUP_CHUNKS if nodes else 0)

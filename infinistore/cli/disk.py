@@ -10,7 +10,7 @@ import rich_click as click
 
 from infinistore.cli.options import json_option
 from infinistore.cli.output import demand_yes, note, print_json, print_line, print_table, progress_bar, visible
-from infinistore.disk_settings import check_numpy
+from infinistore.disk_settings import check_disks_work
 from infinistore.errors import ChecksumMismatch, ConfigError
 from infinistore.sizes import describe_size
 
@@ -42,7 +42,7 @@ def inspect(path: Path, with_segments: bool, as_json: bool) -> None:
     Nothing is changed, and no block is read. It works while a server uses the disk, but
     what that changes meanwhile may then look damaged.
     """
-    check_numpy()
+    check_disks_work()
     from infinistore.disk_io import lock_holder
 
     with _opened(path, locked=False) as (folder, runner):
@@ -116,7 +116,7 @@ def wipe(path: Path, yes: bool, as_json: bool) -> None:
     The folder stays. Blocks are not overwritten: who can read the device may still find
     them.
     """
-    check_numpy()
+    check_disks_work()
     from infinistore.disk_io import open_existing_folder
 
     folder = open_existing_folder(path, to_wipe=True)
@@ -135,7 +135,7 @@ def wipe(path: Path, yes: bool, as_json: bool) -> None:
 
 @contextmanager
 def _opened(path: Path, *, locked: bool = True) -> "Iterator[tuple[DiskFolder, DiskRunner]]":
-    check_numpy()
+    check_disks_work()
     from infinistore.disk_io import ThreadRunner, open_existing_folder
 
     runner = ThreadRunner(writers=1)

@@ -1,5 +1,6 @@
 """`infinistore doctor`: checks this machine, and the transports to a server."""
 
+import sys
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
@@ -123,6 +124,9 @@ def _examine_disks(host: "Host", disks: tuple[Path, ...]) -> "Iterator[Finding]"
     from infinistore.doctor import examine_disk
     from infinistore.doctor.findings import bad
 
+    if sys.platform != "linux":
+        yield bad("disk", "kernel", f"{sys.platform}: disks need Linux", "leave --disk out")
+        return
     try:
         from infinistore.disk_io.direct_io import direct_io_works
     except ImportError:

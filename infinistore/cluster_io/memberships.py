@@ -10,6 +10,7 @@ import contextlib
 import ctypes
 import logging
 import os
+import sys
 import threading
 from collections.abc import Callable
 from pathlib import Path
@@ -149,7 +150,12 @@ class FileMembership(RunningMembership):
         return self._confirmed_at
 
     async def run(self) -> None:
-        """Read the file, and read it again whenever its folder changes."""
+        """Read the file, and read it again whenever its folder changes. Only Linux
+        tells of that; elsewhere, every two seconds.
+        """
+        while sys.platform != "linux":
+            await self._read()
+            await trio.sleep(_RETRY_S)
         while True:
             try:
                 with contextlib.closing(FolderWatch(self._folders())) as watch:

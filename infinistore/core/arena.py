@@ -1,6 +1,7 @@
 """An arena: one span of shared memory, where the bytes of blocks are.
 
 An arena is an anonymous file in memory (memfd_create(2)), page-aligned and mapped once.
+Where there is no Linux, it is memory without a file, which no other process can map.
 Other processes can map the same bytes by its descriptor. It is created in one step: its
 memory is allocated and, if asked for, touched, so that no put pays for the first touch
 of a page. Its size never changes. The file is sealed against shrinking and growing, so
@@ -25,6 +26,7 @@ import errno
 import fcntl
 import mmap
 import os
+import sys
 import weakref
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
@@ -32,12 +34,16 @@ from functools import cache, partial
 from pathlib import Path
 
 from infinistore.errors import OutOfMemory
-from infinistore.host import available_memory, bind_memory, free_huge_pages
+from infinistore.host import available_memory, bind_memory, free_huge_pages, no_linux
 from infinistore.sizes import in_units
 
+# As in Linux; the modules fcntl and mmap name few of them, and none elsewhere.
+_F_ADD_SEALS, _F_GET_SEALS = 1033, 1034
+_F_SEAL_SEAL, _F_SEAL_SHRINK, _F_SEAL_GROW, _F_SEAL_WRITE = 0x1, 0x2, 0x4, 0x8
 _F_SEAL_FUTURE_WRITE = 0x10  # Linux 5.1
+_MADV_DONTFORK = 10
 _MADV_POPULATE_READ = 22
-_MADV_POPULATE_WRITE = 23  # Linux 5.14; the mmap module does not name it
+_MADV_POPULATE_WRITE = 23  # Linux 5.14
 _MADV_COLLAPSE = 25  # Linux 6.1
 _HUGE_FROM_BYTES = 64 << 20  # a short arena gains little
 _STRETCH_BYTES = 32 * 1024 * 1024
@@ -60,9 +66,9 @@ _MAP_FAILED = ctypes.c_void_p(-1).value
 class Arena:
     """A span of `length` bytes of shared memory, number `index` of its pool.
 
-    `fd` is the memfd's descriptor (closed on exec), `address` where it is mapped in
-    this process, `memory` a writable view of all of it (format "B") and `read_only` one
-    that cannot be written. Make one with `create_arena`.
+    `fd` is the memfd's descriptor (closed on exec; -1 without Linux), `address` where
+    it is mapped in this process, `memory` a writable view of all of it (format "B") and
+    `read_only` one that cannot be written. Make one with `create_arena`.
     """
 
     def __init__(self, index: int, fd: int, address: int, length: int, huge_pages: bool) -> None:
@@ -89,11 +95,11 @@ class Arena:
         open it through /proc. Without `writable`, nobody can make a writable mapping
         any more; this process keeps its own.
         """
-        seals = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL
+        seals = _F_SEAL_SHRINK | _F_SEAL_GROW | _F_SEAL_SEAL
         wanted = seals if writable else seals | _F_SEAL_FUTURE_WRITE
-        if fcntl.fcntl(self.fd, fcntl.F_GET_SEALS) & wanted != wanted:
+        if fcntl.fcntl(self.fd, _F_GET_SEALS) & wanted != wanted:
             os.fchmod(self.fd, 0o400)
-            fcntl.fcntl(self.fd, fcntl.F_ADD_SEALS, wanted)
+            fcntl.fcntl(self.fd, _F_ADD_SEALS, wanted)
         return self.fd
 
     def close(self) -> None:
@@ -137,12 +143,14 @@ def create_arena(
     It blocks, up to a second per GiB, without the interpreter's lock: call it in a
     thread. ValueError: the length is not positive. OutOfMemory: the machine or the
     control group has less memory, and none was allocated; or the kernel refused it.
-    ConfigError: memory cannot be had from that node.
+    ConfigError: memory cannot be had from that node, or no huge pages on this system.
     """
     if length_bytes <= 0:
         raise ValueError(f"an arena needs a positive length, not {in_units(length_bytes)}")
     if prefault_threads < 0:
         raise ValueError(f"prefault_threads must be 0 or more, not {prefault_threads}")
+    if sys.platform != "linux":
+        return _private_arena(index, length_bytes, huge_pages, prefault_threads, numa_node)
     page_bytes = free_huge_pages()[1] if huge_pages else mmap.PAGESIZE
     length = -(-length_bytes // page_bytes) * page_bytes
     check_memory(length, huge_pages)
@@ -158,7 +166,7 @@ def create_arena(
     arena = Arena(index, fd, address, length, huge_pages)
     try:
         # A forked child must neither see nor copy the pages of the store.
-        _check("madvise(MADV_DONTFORK)", _libc.madvise(address, length, mmap.MADV_DONTFORK))
+        _check("madvise(MADV_DONTFORK)", _libc.madvise(address, length, _MADV_DONTFORK))
         if numa_node is not None:
             bind_memory(address, length, numa_node)  # before there is a page
         if prefault_threads and not huge_pages:
@@ -166,6 +174,27 @@ def create_arena(
         _take_memory(fd, length)
         if prefault_threads:
             _in_steps(arena.length, prefault_threads, partial(_populate, arena))
+    except BaseException:
+        arena.close()
+        raise
+    return arena
+
+
+def _private_arena(
+    index: int, length_bytes: int, huge_pages: bool, prefault_threads: int, numa_node: int | None
+) -> Arena:
+    """Make an arena without a file, as `create_arena` does where there is no Linux."""
+    if huge_pages:
+        raise no_linux("huge_pages", "leave it out")
+    length = -(-length_bytes // mmap.PAGESIZE) * mmap.PAGESIZE
+    # Shared with forked children, which leave it alone, so that nothing is copied.
+    address = _mmap(None, length, mmap.PROT_READ | mmap.PROT_WRITE, mmap.MAP_SHARED | mmap.MAP_ANONYMOUS, -1)
+    arena = Arena(index, -1, address, length, huge_pages=False)
+    try:
+        if numa_node is not None:
+            bind_memory(address, length, numa_node)
+        if prefault_threads:
+            _in_steps(length, prefault_threads, partial(_populate, arena))
     except BaseException:
         arena.close()
         raise
@@ -181,11 +210,11 @@ def adopt_arena(index: int, fd: int, length: int, *, prefault_threads: int = 0) 
     written any more.
     """
     try:
-        seals = fcntl.fcntl(fd, fcntl.F_GET_SEALS)
+        seals = fcntl.fcntl(fd, _F_GET_SEALS)
         found = os.fstat(fd)
-        if found.st_size != length or length <= 0 or ~seals & (fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW):
+        if found.st_size != length or length <= 0 or ~seals & (_F_SEAL_SHRINK | _F_SEAL_GROW):
             raise ValueError(f"the file of arena {index} is not one of {in_units(length)} that keeps its length")
-        if seals & (_F_SEAL_FUTURE_WRITE | fcntl.F_SEAL_WRITE):
+        if seals & (_F_SEAL_FUTURE_WRITE | _F_SEAL_WRITE):
             raise ValueError(f"nobody may map arena {index} to write any more (--shm-writes off)")
         address = _map(fd, length)
     except OSError as error:
@@ -196,7 +225,7 @@ def adopt_arena(index: int, fd: int, length: int, *, prefault_threads: int = 0) 
         raise
     arena = Arena(index, fd, address, length, found.st_blksize > mmap.PAGESIZE)
     try:
-        _check("madvise(MADV_DONTFORK)", _libc.madvise(address, length, mmap.MADV_DONTFORK))
+        _check("madvise(MADV_DONTFORK)", _libc.madvise(address, length, _MADV_DONTFORK))
         if prefault_threads:
             _in_steps(length, prefault_threads, lambda start, count: _advise_present(address + start, count))
     except BaseException:
@@ -236,7 +265,7 @@ def _set_length(fd: int, length: int) -> None:
             f"an arena of {in_units(length)} is above the limit on the size of files, and an arena is one;"
             " raise it (ulimit -f), or use a smaller pool"
         ) from error
-    fcntl.fcntl(fd, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW)
+    fcntl.fcntl(fd, _F_ADD_SEALS, _F_SEAL_SHRINK | _F_SEAL_GROW)
 
 
 def _take_huge_pages(arena: Arena, threads: int) -> None:
@@ -274,6 +303,8 @@ def _transparent_page_bytes() -> int:
 
 def _take_memory(fd: int, length: int) -> None:
     """Give the file all its pages."""
+    if sys.platform != "linux":
+        raise no_linux("shared memory", "use TCP")
     try:
         os.posix_fallocate(fd, 0, length)
     except OSError as error:
@@ -302,7 +333,7 @@ class Mapping:
         self._address = _map(fd, length, writable=writable)
         self._bytes = (ctypes.c_ubyte * length).from_address(self._address)
         weakref.finalize(self._bytes, _unmap, self._address, length, os.getpid()).atexit = False
-        _check("madvise(MADV_DONTFORK)", _libc.madvise(self._address, length, mmap.MADV_DONTFORK))
+        _check("madvise(MADV_DONTFORK)", _libc.madvise(self._address, length, _MADV_DONTFORK))
         view = memoryview(self._bytes).cast("B")
         self.memory = view if writable else view.toreadonly()
 

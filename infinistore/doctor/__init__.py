@@ -4,9 +4,10 @@
 changes nothing. The command line prints the findings.
 """
 
+import sys
 from collections.abc import Iterator
 
-from infinistore.doctor.findings import Finding, Host, Level, this_host, worst
+from infinistore.doctor.findings import Finding, Host, Level, this_host, warning, worst
 from infinistore.doctor.machine import examine_disk, examine_kernel, examine_memory, examine_numa
 from infinistore.doctor.rdma import examine_rdma
 from infinistore.doctor.software import Software, examine_software, this_software
@@ -28,8 +29,12 @@ __all__ = [
 
 def examine(host: Host, software: Software, wanted: Wanted) -> Iterator[Finding]:
     """Yield all findings, topic by topic; `wanted` is the requested RDMA port."""
-    yield from examine_rdma(host, wanted, software.pyverbs)
-    yield from examine_memory(host)
-    yield from examine_numa(host)
-    yield from examine_kernel(host)
+    if sys.platform == "linux":
+        yield from examine_rdma(host, wanted, software.pyverbs)
+        yield from examine_memory(host)
+        yield from examine_numa(host)
+        yield from examine_kernel(host)
+    else:
+        remedy = "run it there; clients over TCP and embedded stores work here"
+        yield warning("system", "kernel", f"{sys.platform}: a server needs Linux", remedy)
     yield from examine_software(software)

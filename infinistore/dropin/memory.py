@@ -6,12 +6,14 @@ read-only is refused when it is registered; accessing it later would kill the pr
 
 import ctypes
 import mmap
+import sys
 import threading
 from collections.abc import Iterator
 from typing import Any, NamedTuple
 
 from infinistore.client.extension import DeviceMemory, cuda_driver
 from infinistore.errors import InvalidRequest
+from infinistore.host import no_linux
 from infinistore.sizes import in_units
 
 _LARGEST_ADDRESS = (1 << 63) - 1
@@ -180,6 +182,8 @@ def _check_writable(address: int, size: int) -> None:
 
 def _mapped_spans() -> Iterator[tuple[int, int, str]]:
     """The address space of this process: start, end and access, such as "rw-p"."""
+    if sys.platform != "linux":
+        raise no_linux("memory by its address", "give buffers to a store of open_store")
     with open("/proc/self/maps", encoding="utf-8", errors="replace") as lines:
         for line in lines:
             span, access, _ = line.split(" ", 2)

@@ -33,7 +33,7 @@ from infinistore.disk.tiers import Tiers
 from infinistore.disk_settings import DESCRIPTORS_OF_A_DISK
 from infinistore.errors import ConfigError, OutOfMemory
 from infinistore.eviction import eviction_class
-from infinistore.host import MemoryLimit, free_huge_pages
+from infinistore.host import MemoryLimit, check_server_runs_here, free_huge_pages
 from infinistore.kept_errors import KeptError
 from infinistore.protocol.messages import HelloReply, Keys, Shard
 from infinistore.secret_files import read_token
@@ -123,6 +123,7 @@ async def run_server(
             it is required.
         OutOfMemory: the machine has no memory for the pool.
     """
+    check_server_runs_here()
     if config.shards > 1:
         raise ConfigError(f"--shards {config.shards}: this is one process; start the command infinistore for more")
     environment = environment or Environment()

@@ -12,6 +12,8 @@ from typing import Generic, TypeVar
 from infinistore.transports.rdma.plan import Placement
 from infinistore.transports.rdma.verbs import Device, Region
 
+_DONTFORK = 10  # MADV_DONTFORK, which the module mmap names on Linux only
+
 _ADDRESS = attrgetter("address")
 
 
@@ -109,7 +111,7 @@ class Staging:
 
     def __init__(self, device: Device, length: int) -> None:
         memory = mmap.mmap(-1, length)
-        memory.madvise(mmap.MADV_DONTFORK)
+        memory.madvise(_DONTFORK)
         self.span = RegisteredSpan(device, memoryview(memory))
 
     def __len__(self) -> int:

@@ -8,6 +8,7 @@ import errno
 import os
 import socket
 import struct
+import sys
 from array import array
 from collections.abc import Sequence
 
@@ -30,7 +31,11 @@ _PROBES = 3
 VANISHED_AFTER_MS = (_PROBE_AFTER_S + _PROBE_EVERY_S * _PROBES) * 1000
 """When a peer that acknowledges nothing is given up."""
 LOOK = int(socket.MSG_PEEK | socket.MSG_DONTWAIT)  # made once: to join two flags takes several calls
-_DESCRIPTORS_NOW = int(socket.MSG_CMSG_CLOEXEC | socket.MSG_DONTWAIT)
+_DESCRIPTORS_NOW = int(getattr(socket, "MSG_CMSG_CLOEXEC", 0) | socket.MSG_DONTWAIT)
+if sys.platform == "darwin":
+    _KEEP_IDLE = socket.TCP_KEEPALIVE
+else:
+    _KEEP_IDLE = socket.TCP_KEEPIDLE
 MAX_DESCRIPTORS = 253
 """The most descriptors in one message (SCM_MAX_FD of Linux)."""
 
@@ -73,7 +78,7 @@ def prepare(sock: socket.socket) -> None:
         # A peer that vanished without a word is given up after a minute; by default,
         # after two hours.
         sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
-        sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, _PROBE_AFTER_S)
+        sock.setsockopt(socket.IPPROTO_TCP, _KEEP_IDLE, _PROBE_AFTER_S)
         sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPINTVL, _PROBE_EVERY_S)
         sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPCNT, _PROBES)
 
@@ -99,6 +104,8 @@ def receive_with_descriptors(sock: socket.socket, views: Sequence[memoryview], d
 
 def peer_user(sock: socket.socket) -> int:
     """Return the user at the other end of a Unix socket (SO_PEERCRED, unix(7))."""
+    if sys.platform != "linux":
+        raise StoreUnavailable("only Linux tells who is at the other end of a Unix socket; use TCP")
     _, user, _ = _CREDENTIALS.unpack(sock.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size))
     return int(user)
 

@@ -17,14 +17,16 @@ import errno
 import math
 import select
 import socket
+import sys
 from collections.abc import Awaitable, Callable, Sequence
 from concurrent.futures import Future
-from typing import Final
+from typing import Any, Final
 
 import outcome
 import trio
 
 from infinistore.errors import ConfigError, StoreUnavailable
+from infinistore.host import no_linux
 from infinistore.protocol.effects import Span
 from infinistore.transports.base import React
 from infinistore.transports.sockets.names import Dialer, Found
@@ -59,7 +61,7 @@ class ReadySockets:
     """The sockets of one event loop whose tasks wait for bytes. `run` looks at them."""
 
     def __init__(self) -> None:
-        self._epoll: select.epoll | None = None
+        self._epoll: Any = None  # the name of its type is known on Linux only
         self._waiting: dict[int, _Waiting] = {}
 
     @property
@@ -69,6 +71,8 @@ class ReadySockets:
 
     async def run(self, *, task_status: trio.TaskStatus[None] = trio.TASK_STATUS_IGNORED) -> None:
         """Look at them until it is cancelled."""
+        if sys.platform != "linux":
+            raise no_linux("epoll", "receive from each socket by itself")
         with select.epoll() as epoll:
             self._epoll = epoll
             task_status.started()
@@ -95,7 +99,7 @@ class ReadySockets:
         """
         assert self._epoll is not None, "nobody looks at the sockets"
         number = sock.fileno()
-        self._epoll.register(number, select.EPOLLIN)
+        self._epoll.register(number, select.POLLIN)  # EPOLLIN is the same
         self._waiting[number] = _Waiting(sock, room, react)
 
         def abort(_: object) -> trio.lowlevel.Abort:
@@ -489,7 +493,7 @@ async def accept(listener: socket.socket, spinner: Spinner | None = None) -> Soc
             if error.errno not in _LOST_BEFORE_ACCEPT:
                 raise
         else:
-            if sock.family != socket.AF_UNIX:
+            if sock.family != socket.AF_UNIX and sys.platform == "linux":
                 # What a client holds goes with it, and what was sent to it last may
                 # never be acknowledged: the probes of `prepare` are not sent then.
                 # Callers have deadlines of their own; nobody waits for them here.

@@ -409,7 +409,7 @@ class StreamOverTls:
             sock = getattr(self.inner, "socket", None)
             if isinstance(sock, socket.socket) and sock.fileno() != -1 and (goodbye := self.session.end()):
                 with suppress(OSError):
-                    sock.send(goodbye, socket.MSG_DONTWAIT | socket.MSG_NOSIGNAL)
+                    sock.send(goodbye, socket.MSG_DONTWAIT | getattr(socket, "MSG_NOSIGNAL", 0))
         self.inner.close()
 
     def is_stale(self) -> bool:

@@ -8,6 +8,7 @@ of a deadline.
 
 import enum
 import math
+import sys
 from collections.abc import Callable, Sequence
 from functools import partial
 from random import Random
@@ -35,7 +36,7 @@ from infinistore.errors import (
     StoreUnavailable,
     TransferFailed,
 )
-from infinistore.host import FORKED, let_go_in_child
+from infinistore.host import FORKED, let_go_in_child, no_linux
 from infinistore.protocol.messages import StoreRequest
 from infinistore.protocol.states import State
 from infinistore.transports.cuda import DeviceMemory
@@ -342,6 +343,8 @@ def _check_scheme(scheme: str, transport: str) -> None:
     refused = {"tcp": ("shm", "rdma"), "unix": ("shm", "rdma")}.get(scheme, ())
     if transport in refused or (scheme in ("shm", "rdma") and transport not in ("", scheme)):
         raise ConfigError(f"transport={transport} contradicts {scheme}://; write infinistore://")
+    if sys.platform != "linux" and (found := {"shm": "shared memory", "rdma": "RDMA"}.get(transport or scheme)):
+        raise no_linux(found, "use TCP: infinistore://HOST:PORT")
 
 
 def _installed_source(name: str, options: Options, clock: Callable[[], float]) -> MoverSource:

@@ -155,6 +155,8 @@ def open_store(
     Any number of tasks may share it, in the loop that opened it or in another one, in
     another thread. Without a URL the store is embedded: the engine runs in this
     process, and the store ends with the block. `StoreOptions` explains the arguments.
+    Without Linux, as on macOS, there are embedded stores without disks, and TCP;
+    anything else raises ConfigError.
 
     Raises:
         ConfigError: an option or the URL cannot be used.

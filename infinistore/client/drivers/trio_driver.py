@@ -148,7 +148,8 @@ def open_store(
 
     Any number of tasks may share it. Without a URL the store is embedded: the engine
     runs in this process, and the store ends with the block. `StoreOptions` explains the
-    arguments.
+    arguments. Without Linux, as on macOS, there are embedded stores without disks, and
+    TCP; anything else raises ConfigError.
 
     Raises:
         ConfigError: an option or the URL cannot be used.

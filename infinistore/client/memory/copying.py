@@ -82,7 +82,8 @@ class CopyThreads:
     def __init__(
         self, threads: int, *, least_batch_bytes: int = LEAST_BATCH_BYTES, least_block_bytes: int = _LEAST_BLOCK_BYTES
     ) -> None:
-        self._most_helpers = min(threads, len(os.sched_getaffinity(0))) - 1
+        cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+        self._most_helpers = min(threads, cores) - 1
         self._least_batch_bytes = least_batch_bytes
         self._least_block_bytes = least_block_bytes
         self._lock = threading.Lock()

@@ -49,7 +49,7 @@ from infinistore.disk.tiers import Steps, Tiers
 from infinistore.disk.waits import Wait
 from infinistore.errors import BufferTooSmall, ChecksumMismatch, StoreUnavailable
 from infinistore.eviction import eviction_class
-from infinistore.host import FORKED, let_go_in_child, start_thread
+from infinistore.host import FORKED, ONE, let_go_in_child, make_eventfd, start_thread
 from infinistore.protocol.effects import Pause
 from infinistore.protocol.messages import Exists, Keys, ListKeys, ReleaseHold, Reply, Statistics
 from infinistore.sizes import in_units
@@ -130,7 +130,7 @@ class EmbeddedDisks:
         self._clock = clock
         self._ending = False
         self._asleep = False
-        self._wake_fd = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
+        self._wake_fd = make_eventfd()
         self.tiers.when_there_is_work(self._wake)
         self._thread = threading.Thread(target=self._run, name="infinistore-disks", daemon=True)
         try:
@@ -164,7 +164,7 @@ class EmbeddedDisks:
         """Have the thread look at the disks. Under the lock."""
         if self._asleep:
             self._asleep = False
-            os.eventfd_write(self._wake_fd, 1)
+            os.write(self._wake_fd, ONE)
 
     def _run(self) -> None:
         try:
@@ -195,7 +195,7 @@ class EmbeddedDisks:
             runner.submit(jobs)
             timeout_ms = None if deadline is None else max(0.0, deadline - self._clock()) * 1000
             if any(fd == self._wake_fd for fd, _ in poll.poll(timeout_ms)):
-                os.eventfd_read(self._wake_fd)
+                os.read(self._wake_fd, len(ONE))
 
 
 class EmbeddedStore:

@@ -16,6 +16,7 @@ import hashlib
 import json
 import os
 import re
+import sys
 from collections.abc import Iterable, Iterator, Mapping
 from functools import lru_cache
 from pathlib import Path
@@ -207,7 +208,7 @@ def _read(file: _File, places: Iterable[tuple[int, int]], result: hashlib.blake2
     places = list(places)
     descriptor = os.open(file.path, os.O_RDONLY | os.O_CLOEXEC)
     try:
-        if hasattr(os, "posix_fadvise"):  # the device has all of them to do at once
+        if sys.platform == "linux":  # the device has all of them to do at once
             os.posix_fadvise(descriptor, 0, 0, os.POSIX_FADV_RANDOM)
             for offset, length in places:
                 os.posix_fadvise(descriptor, offset, length, os.POSIX_FADV_WILLNEED)

@@ -28,7 +28,7 @@ from infinistore.access.policy import Policy, TenantPolicy
 from infinistore.config import ServerConfig
 from infinistore.core.arena import check_memory
 from infinistore.errors import ConfigError, InfiniStoreException, OutOfMemory, StoreUnavailable
-from infinistore.host import available_memory, free_huge_pages
+from infinistore.host import available_memory, check_server_runs_here, free_huge_pages
 from infinistore.kept_errors import KeptError
 from infinistore.secret_files import read_token
 from infinistore.server.listeners import ServerAddresses
@@ -82,6 +82,7 @@ async def serve_shards(
         OutOfMemory: the machine has no memory for the pool.
         StoreUnavailable: a shard ended before all served.
     """
+    check_server_runs_here()
     manager = service_manager or ServiceManager()
     if manager.listeners:
         for sock in manager.listeners:

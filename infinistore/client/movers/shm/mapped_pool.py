@@ -28,7 +28,7 @@ from infinistore.client.memory.views import Watch
 from infinistore.client.movers.shm.known_blocks import KnownBlocks, KnownReads
 from infinistore.core.arena import Mapping
 from infinistore.errors import ProtocolError, StoreUnavailable
-from infinistore.host import start_thread
+from infinistore.host import ONE, make_eventfd, start_thread
 from infinistore.protocol.packed_offsets import arena_of, offset_of, pack_offset
 from infinistore.sizes import in_units
 
@@ -46,7 +46,7 @@ class ServerWatch:
     def __init__(self, lifeline: int, ended: Callable[[], None]) -> None:
         self._ended = ended
         self._lifeline = lifeline
-        self._closing = os.eventfd(0, os.EFD_CLOEXEC)
+        self._closing = make_eventfd()
         self._thread = threading.Thread(target=self._wait, name="infinistore-watch", daemon=True)
         try:
             start_thread(self._thread)
@@ -56,7 +56,7 @@ class ServerWatch:
 
     def close(self) -> None:
         """Stop watching; wait for the thread to end unless this is it. Call it once."""
-        os.eventfd_write(self._closing, 1)
+        os.write(self._closing, ONE)
         if self._thread is not threading.current_thread():
             self._thread.join()
         self.let_go()
