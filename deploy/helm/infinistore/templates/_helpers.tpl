@@ -83,7 +83,7 @@ metadata:
     {{- toYaml . | nindent 4 }}
   {{- end }}
 spec:
-  # Else Kubernetes sets INFINISTORE_SERVICE_PORT, which is a setting, to a URL.
+  # Else a Service called infinistore sets INFINISTORE_SERVICE_PORT, which is a setting, too.
   enableServiceLinks: false
   automountServiceAccountToken: false
   terminationGracePeriodSeconds: {{ add .Values.drainTimeoutSeconds 30 }}
