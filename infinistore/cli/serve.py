@@ -51,7 +51,7 @@ SHARD_COMMAND = (sys.executable, "-P", "-m", "infinistore.cli.shard")
     "--check",
     is_flag=True,
     panel="Options",
-    help="Check the settings, and the tokens, tenants and certificates that they name, and exit.",
+    help="Check the settings, and the tokens, tenants, certificates, cluster file and disks that they name, and exit.",
 )
 @server_options
 @json_option
@@ -68,7 +68,7 @@ def command(
     takes precedence over the environment, and the environment over the file. --no-
     before its name turns off a flag without a value.
     """
-    with ending_at_sigterm():
+    with ending_at_sigterm(), _telling_in_json(check and as_json):
         from infinistore.config import load_server_config, misspelt_variables
 
         config = load_server_config(settings, file=file)
@@ -78,7 +78,7 @@ def command(
         set_up_logging(config)
         try:
             if check:
-                _check(config)
+                _check(config, as_json=as_json)
             else:
                 _run(config, as_json=as_json)
         except* ConfigError as group:
@@ -97,8 +97,25 @@ def _with_source(problem: BaseException, settings: Mapping[str, object], file: s
     return f"{source_of(ServerConfig, key, settings, os.environ, file) or name}: {what}"
 
 
-def _check(config: "ServerConfig") -> None:
-    """Read what a server reads before it opens a port and takes memory."""
+@contextmanager
+def _telling_in_json(wanted: bool) -> Iterator[None]:
+    """Print a problem of the settings as JSON, too, if that is `wanted`."""
+    try:
+        yield
+    except* ConfigError as group:
+        if wanted:
+            _print_checked(innermost(group), ())
+        raise
+
+
+def _print_checked(problem: BaseException | None, notes: Iterable[str]) -> None:
+    print_json({"ok": problem is None, "problem": problem and str(problem), "notes": list(notes)})
+
+
+def _check(config: "ServerConfig", *, as_json: bool) -> None:
+    """Read what a server reads before it opens a port and takes memory, and change
+    nothing.
+    """
     from infinistore.allocators import allocator_class
     from infinistore.eviction import eviction_class
     from infinistore.server import check_files
@@ -106,7 +123,39 @@ def _check(config: "ServerConfig") -> None:
     allocator_class(config.allocator)
     eviction_class(config.eviction)
     check_files(config)
+    notes = [*_check_cluster(config), *_check_disks(config)]
+    if as_json:
+        _print_checked(None, notes)
+        return
+    for one in notes:
+        note(one)
     print_line("the settings and the files that they name can be used")
+
+
+def _check_cluster(config: "ServerConfig") -> Iterator[str]:
+    from infinistore.cluster.documents import WrongDocument, read_file
+    from infinistore.cluster.locate import FilePlace, parse_cluster_url
+
+    place = parse_cluster_url(config.cluster).place if config.cluster is not None else None
+    if not isinstance(place, FilePlace):
+        return
+    try:
+        view = read_file(place.path.read_bytes(), epoch=0)
+    except OSError as error:
+        raise ConfigError(f"--cluster: {place.path} cannot be read: {error.strerror}") from None
+    except WrongDocument as error:
+        raise ConfigError(f"--cluster: {place.path} {error}") from None
+    ids = [node.id for node in view.nodes]
+    if config.shards == 1 and config.node_id is not None and config.node_id not in ids:
+        yield f"{place.path} does not list {config.node_id} (--node-id), but {', '.join(ids) or 'nobody'}"
+
+
+def _check_disks(config: "ServerConfig") -> Iterator[str]:
+    if config.disks:
+        from infinistore.disk_io import check_folder
+
+        has_parts = config.shards > 1 or config.tenants is not None
+        yield from filter(None, (check_folder(disk.folder, has_parts=has_parts) for disk in config.disks))
 
 
 def _run(config: "ServerConfig", *, as_json: bool) -> None:

@@ -5,7 +5,14 @@ the jobs of `infinistore.disk` in them. `ThreadRunner` is the one there is; anot
 could use io_uring. Nothing here decides what is read, written or forgotten.
 """
 
-from infinistore.disk_io.folder import DiskFolder, lock_holder, open_existing_folder, open_folder, open_folders
+from infinistore.disk_io.folder import (
+    DiskFolder,
+    check_folder,
+    lock_holder,
+    open_existing_folder,
+    open_folder,
+    open_folders,
+)
 from infinistore.disk_io.runner import DiskRunner, RunnerStatistics, ThreadRunner
 
 __all__ = [
@@ -13,6 +20,7 @@ __all__ = [
     "DiskRunner",
     "RunnerStatistics",
     "ThreadRunner",
+    "check_folder",
     "lock_holder",
     "open_existing_folder",
     "open_folder",

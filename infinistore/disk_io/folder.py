@@ -185,6 +185,47 @@ def open_folder(path: Path, *, probe: Callable[[int], bool] = direct_io_works) -
     return folder
 
 
+def check_folder(path: Path, *, has_parts: bool = False) -> str:
+    """Return who is using the folder of a disk now, in a sentence; empty if nobody is.
+
+    It may be missing: `open_folder` creates it. With `has_parts`, its disks are in
+    folders of their own, which are not looked at. Nothing is changed; what is there is
+    locked for a moment.
+
+    Raises:
+        ConfigError: the folder cannot be used.
+    """
+    with _explained(path), ExitStack() as undo:
+        try:
+            fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+        except FileNotFoundError:
+            _check_writable(path.parent)
+            return ""
+        undo.callback(os.close, fd)
+        _check_writable(path)
+        if has_parts:
+            return ""
+        names = os.listdir(fd)
+        _check_contents(path, names)
+        if SUPERBLOCK not in names:
+            return ""
+        superblock_fd = os.open(SUPERBLOCK, os.O_RDWR | os.O_NOFOLLOW | os.O_CLOEXEC | os.O_NONBLOCK, dir_fd=fd)
+        undo.callback(os.close, superblock_fd)
+        _check_is_file(path, superblock_fd)
+        _check_superblock(path, superblock_fd)
+        try:
+            lock(path, superblock_fd, fcntl.LOCK_SH)
+        except ConfigError as error:
+            return str(error)
+    return ""
+
+
+def _check_writable(folder: Path) -> None:
+    if not os.access(folder, os.W_OK | os.X_OK):
+        number = errno.EROFS if os.statvfs(folder).f_flag & os.ST_RDONLY else errno.EACCES
+        raise OSError(number, os.strerror(number))
+
+
 def open_existing_folder(path: Path, *, to_wipe: bool = False, locked: bool = True) -> DiskFolder:
     """Open the folder of a disk that exists: to read it, or to wipe it.
 
@@ -272,11 +313,15 @@ def _check_contents(path: Path, names: Sequence[str]) -> None:
 
 
 def _check_and_lock(path: Path, fd: int, kind: int) -> None:
+    _check_is_file(path, fd)
+    lock(path, fd, kind)
+
+
+def _check_is_file(path: Path, fd: int) -> None:
     if not stat.S_ISREG(os.fstat(fd).st_mode):
         raise ConfigError(
             f"disk {path} is not a disk of InfiniStore: its {SUPERBLOCK} is no file; give an empty folder"
         )
-    lock(path, fd, kind)
 
 
 def lock(path: Path, fd: int, kind: int = fcntl.LOCK_EX) -> None:

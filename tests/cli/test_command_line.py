@@ -4,11 +4,13 @@ imported.
 
 import io
 import json
+import os
 import re
 import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import rich_click as click
@@ -19,6 +21,7 @@ from infinistore.cli.failures import EXIT_CODES, answered
 from infinistore.cli.output import print_json, print_line
 from infinistore.cli.root import COMMANDS, run
 from infinistore.config import load_server_config, server_settings
+from infinistore.disk_io import open_folder
 from infinistore.settings import markdown_table
 from tests.cli.conftest import Run
 from tests.cli.in_process import written
@@ -305,6 +308,36 @@ def test_settings_are_checked_with_the_files_that_they_name_and_nothing_is_opene
     (tmp_path / "token").chmod(0o600)
     ended = command("--check", "--token-file", "token")
     assert (ended.returncode, ended.stdout) == (0, b"the settings and the files that they name can be used\n")
+
+
+def test_a_check_reads_the_file_of_a_cluster_and_looks_at_disks_and_changes_nothing(
+    command: Run, tmp_path: Path
+) -> None:
+    settings = ["--cluster", f"infinistore+file://{tmp_path}/nodes", "--node-id", "b", "--disk", f"{tmp_path}/d:1GiB"]
+
+    def check(*more: str) -> tuple[int, Any]:
+        ended = command("serve", "--check", "--json", *settings, *more)
+        return ended.returncode, json.loads(ended.stdout)  # one document, whatever the outcome
+
+    missing = f"--cluster: {tmp_path}/nodes cannot be read: No such file or directory"
+    assert check() == (2, {"ok": False, "problem": missing, "notes": []})
+    (tmp_path / "nodes").write_text('{"nodes": 5}')
+    assert check()[1]["problem"] == f'--cluster: {tmp_path}/nodes must have a list of "nodes"'
+    (tmp_path / "nodes").write_text('{"nodes": [{"id": "a", "address": "10.0.0.1:22345"}]}')
+    unlisted = f"{tmp_path}/nodes does not list b (--node-id), but a"
+    assert check() == (0, {"ok": True, "problem": None, "notes": [unlisted]})
+    code, told = check("--eviction", "by-mood")
+    assert (code, told["ok"], "by-mood" in told["problem"]) == (2, False, True)
+    assert sorted(os.listdir(tmp_path)) == ["nodes"]
+    folder = open_folder(tmp_path / "d")
+    _, told = check()
+    folder.close()
+    assert "is in use by this process" in told["notes"][1]
+    ended = command("serve", "--check", *settings)
+    assert (ended.returncode, ended.stdout) == (0, b"the settings and the files that they name can be used\n")
+    assert ended.stderr.decode() == f"infinistore: {unlisted}\n"
+    (tmp_path / "d" / "disk").write_text("of another program" * 1000)
+    assert check()[0] == 2
 
 
 @pytest.mark.process

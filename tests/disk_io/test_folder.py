@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from infinistore.disk.format import SUPERBLOCK_BYTES, Superblock, encode_superblock
-from infinistore.disk_io import DiskFolder, open_existing_folder, open_folder, open_folders
+from infinistore.disk_io import DiskFolder, check_folder, open_existing_folder, open_folder, open_folders
 from infinistore.disk_io.folder import lock_holder
 from infinistore.errors import ConfigError
 from infinistore.sizes import GIB, MIB
@@ -261,6 +261,73 @@ def test_a_superblock_of_zeros_is_what_a_crash_leaves_of_a_new_disk(path: Path) 
 
 
 # Disks that exist
+
+
+def spoil(what: str, path: Path) -> None:
+    if what.startswith("in a"):
+        path.parent.rmdir()
+        if what == "in a file":
+            path.parent.touch()
+        return
+    if what == "a file":
+        path.touch()
+        return
+    path.mkdir()
+    match what:
+        case "other files":
+            (path / "a").touch()
+        case "a superblock elsewhere":
+            (path / "disk").symlink_to("/dev/null")
+        case "a superblock that is no file":
+            os.mkfifo(path / "disk")
+        case "another program's":
+            (path / "disk").write_text("the blocks of another program" * 1000)
+
+
+UNUSABLE = {
+    "a file": "Not a directory",
+    "in a missing folder": "create the folder that it is to be in",
+    "in a file": "Not a directory",
+    "other files": "is not empty",
+    "a superblock elsewhere": "symbolic links",
+    "a superblock that is no file": "its disk is no file",
+    "another program's": "has no superblock",
+}
+
+
+@pytest.mark.parametrize("what", UNUSABLE)
+def test_a_check_refuses_what_a_server_would_refuse_and_changes_nothing(what: str, tmp_path: Path) -> None:
+    path = tmp_path / "folder" / "nvme0"
+    path.parent.mkdir()
+    spoil(what, path)
+    before = sorted(tmp_path.rglob("*"))
+    for look in (check_folder, open_folder):
+        with pytest.raises(ConfigError, match=UNUSABLE[what]):
+            look(path)
+    assert sorted(tmp_path.rglob("*")) == before
+
+
+def test_a_check_of_a_folder_that_can_be_used_changes_nothing_and_says_who_uses_it(path: Path) -> None:
+    assert check_folder(path) == ""
+    assert not path.exists()
+    path.mkdir(mode=0o755)
+    assert check_folder(path) == ""
+    assert (os.listdir(path), mode_of(path)) == ([], 0o755)
+    folder = open_folder(path)
+    assert "is in use by this process" in check_folder(path)
+    folder.close()
+    assert check_folder(path) == ""
+    (path / "disk").unlink()
+    (path / "tenants").mkdir()
+    assert check_folder(path, has_parts=True) == ""
+
+
+def test_a_check_refuses_a_folder_that_cannot_be_written(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(os, "access", lambda *_: False)  # root may always
+    for _ in range(2):
+        with pytest.raises(ConfigError, match="Permission denied; let this user enter and write it"):
+            check_folder(path)
+        path.mkdir(exist_ok=True)
 
 
 @pytest.fixture
