@@ -31,7 +31,7 @@ SERVE_BENCH_ARGS ?=
 MINUTES ?= 3
 FIRST_SEED ?= 1
 
-.PHONY: help demo test test-nightly dist docs pictures lock pins audit test-cluster soak-cluster test-deploy test-docs test-gpu test-packages test-rdma test-integrations ttft serve-bench pyverbs check generate format changelog bench compare bench-guard stress simulate fuzz mutants nightly clean
+.PHONY: help demo test test-nightly dist docs pictures lock pins audit test-cluster soak-cluster test-deploy test-docs test-gpu test-packages test-rdma test-integrations ttft serve-bench pyverbs check generate format release bench compare bench-guard stress simulate fuzz mutants nightly clean
 
 help: ## list the targets
 	@sed -nE 's/^([a-z-]+):.*## (.*)/    make \1\t\2/p' $(MAKEFILE_LIST) | expand -t 28
@@ -190,6 +190,25 @@ audit: .venvs/audit/.installed ## compare what requirements/*.lock pin with the 
 	done; \
 	[ -z "$$failed" ] || { echo "vulnerable, or not audited for want of an index of advisories:$$failed" >&2; exit 1; }
 
+# All but the upload, which docs/releasing.md tells. Where a Python is missing, or what builds the image, it fails.
+RELEASE := build/release
+
+release: $(VENV)/.installed-dev ## set VERSION, test and build all that is published, and tag it if that passed; TRY=1 sets and tags nothing
+	@[ -n "$(VERSION)" ] || { echo "which one? make release VERSION=1.2.3" >&2; exit 1; }
+	$(BIN)/python scripts/release.py $(if $(TRY),--try) --set $(VERSION)
+	$(if $(TRY),,$(BIN)/python scripts/generate.py && { git diff --quiet || git commit --all --quiet --message "Release $(VERSION)"; })
+	rm -rf $(RELEASE) && mkdir -p $(RELEASE)
+	$(BIN)/python scripts/release.py $(if $(TRY),--try) v$(VERSION) >$(RELEASE)/notes.md
+	$(MAKE) check
+	$(MAKE) audit
+	INFINISTORE_RELEASE=1 $(MAKE) test-packages
+	INFINISTORE_RELEASE=1 $(MAKE) test-deploy
+	$(MAKE) dist
+	cp dist/* build/sbom/* $(RELEASE)
+	tar --create --gzip --file $(RELEASE)/infinistore-chart-$(VERSION).tgz --directory deploy/helm infinistore
+	$(if $(TRY),@echo "v$(VERSION) could be released; nothing was set or tagged",git tag --annotate --cleanup=verbatim --file $(RELEASE)/notes.md v$(VERSION))
+	@ls $(RELEASE)
+
 soak-cluster: $(TEST_STAMP) ## a cluster on hosts of its own with a fault every few seconds, for MINUTES (3), as root; SEED does the same again
 	@$(BIN)/python -m tests.cluster_network.soak --minutes $(MINUTES) $(if $(SEED),--seed $(SEED))
 
@@ -233,12 +252,11 @@ serve-bench: .venvs/vllm/.installed ## vLLM over HTTP, asked by its own bench se
 # What a client needs, as it is on macOS: names that only Linux has are errors.
 MYPY_OF_A_MAC := mypy --platform darwin --cache-dir .mypy_cache/darwin $(addprefix infinistore/,aio.py blocking.py host.py client cluster_io core cli monitor tensors allocators transports)
 
-check: $(VENV)/.installed-dev ## lint, formatting, types, generated files, tests that look at a clock, changelog entries
+check: $(VENV)/.installed-dev ## lint, formatting, types, generated files, tests that look at a clock
 	@failed=; \
 	for step in "ruff check" "ruff format --check" "mypy" "$(MYPY_OF_A_MAC)"; do echo "$$step"; $(BIN)/$$step || failed=1; done; \
 	echo "scripts/generate.py --check"; $(BIN)/python scripts/generate.py --check || failed=1; \
 	echo "scripts/real_time.py"; $(BIN)/python scripts/real_time.py || failed=1; \
-	echo "towncrier build --draft"; $(BIN)/towncrier build --draft --version next >/dev/null || failed=1; \
 	[ -z "$$failed" ]
 
 generate: $(VENV)/.installed-dev ## write the files that are made from others, such as the blocking client
@@ -247,9 +265,6 @@ generate: $(VENV)/.installed-dev ## write the files that are made from others, s
 format: $(VENV)/.installed-dev ## put formatting and imports in order
 	$(BIN)/ruff check --fix
 	$(BIN)/ruff format
-
-changelog: $(VENV)/.installed-dev ## show the changes that are not released yet
-	$(BIN)/towncrier build --draft --version next
 
 # A benchmark is a file in bench/ that can be run; the others there are what benchmarks share. ttft.py has an environment
 # and a target of its own, for itself and what it runs; and so has compare.py; gpu.py keeps a report; guard.py and versions.py compare with something.

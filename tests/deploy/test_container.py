@@ -32,8 +32,10 @@ ISOLATED = "--isolation=chroot"
 
 builds_images = pytest.mark.skipif(
     not os.environ.get("INFINISTORE_TEST_DEPLOY")
-    or os.getuid() != 0
-    or not all(map(shutil.which, ("buildah", "debootstrap"))),
+    or (
+        "INFINISTORE_RELEASE" not in os.environ  # which fails without
+        and (os.getuid() != 0 or not all(map(shutil.which, ("buildah", "debootstrap"))))
+    ),
     reason="`make test-deploy` runs this, as root, where buildah and debootstrap are installed",
 )
 

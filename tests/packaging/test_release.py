@@ -1,7 +1,6 @@
 """What a release is made of, as far as it can be seen before there is one."""
 
 import re
-import shutil
 import subprocess
 import sys
 import tomllib
@@ -75,19 +74,38 @@ def test_actions_are_named_by_commit() -> None:
 @pytest.fixture
 def project(tmp_path: Path) -> Path:
     """A tree that can be released as v1.2.3."""
-    for name in ("scripts", "infinistore", "changes"):
-        (tmp_path / name).mkdir()
-    shutil.copy(PROJECT / "scripts" / "release.py", tmp_path / "scripts")
-    (tmp_path / "infinistore" / "version.py").write_text('__version__ = "1.2.3"\n')
-    (tmp_path / "changes" / "README.md").write_text("")
-    (tmp_path / "CHANGELOG.md").write_text(
-        "# Changelog\n\n## 1.2.3 (2026-01-01)\n\nNew.\n\n## 1.2.2 (2025-01-01)\n\nOld.\n"
-    )
+    files = {
+        "scripts/release.py": (PROJECT / "scripts" / "release.py").read_text(),
+        "infinistore/version.py": '__version__ = "1.2.3"\n',
+        "deploy/helm/infinistore/Chart.yaml": 'name: infinistore\nversion: 1.2.3\nappVersion: "1.2.3"\n',
+        "CHANGELOG.md": "# Changelog\n\n## 1.2.3 (2026-01-01)\n\nNew.\n\n## 1.2.2 (2025-01-01)\n\nOld.\n",
+    }
+    for name, text in files.items():
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).write_text(text)
     return tmp_path
 
 
-def release(project: Path, tag: str) -> "subprocess.CompletedProcess[str]":
-    return warm.run([sys.executable, project / "scripts" / "release.py", tag], capture_output=True, text=True)
+@pytest.fixture
+def repository(project: Path) -> Path:
+    """The same before 1.2.4, in a repository."""
+    changelog = project / "CHANGELOG.md"
+    changelog.write_text(changelog.read_text().replace("## 1.2.3", "## 1.2.4 (not released yet)\n\nNewer.\n\n## 1.2.3"))
+    git(project, "init", "--quiet")
+    git(project, "add", ".")
+    git(project, "commit", "--quiet", "--message", "all")
+    return project
+
+
+def git(project: Path, *arguments: str) -> str:
+    who = ("-c", "user.name=a", "-c", "user.email=a@example.org", "-c", "commit.gpgsign=false")
+    command = ["git", *who, *arguments]
+    return subprocess.run(command, cwd=project, check=True, capture_output=True, text=True).stdout
+
+
+def release(project: Path, *arguments: str) -> "subprocess.CompletedProcess[str]":
+    script = str(project / "scripts" / "release.py")
+    return warm.run([sys.executable, script, *arguments], capture_output=True, text=True)
 
 
 def test_the_notes_of_a_release_are_its_part_of_the_changelog(project: Path) -> None:
@@ -95,18 +113,66 @@ def test_the_notes_of_a_release_are_its_part_of_the_changelog(project: Path) -> 
     assert (done.returncode, done.stdout, done.stderr) == (0, "New.\n", "")
 
 
-@pytest.mark.parametrize("problem", ["tag", "entry", "changelog"])
-def test_a_tag_that_cannot_be_released_is_refused_in_one_line_that_says_what_to_do(project: Path, problem: str) -> None:
-    tag, said = "v1.2.3", "towncrier build --version 1.2.3"
-    if problem == "tag":
-        tag, said = "v1.2.4", "the package says 1.2.3"
-    elif problem == "entry":
-        (project / "changes" / "+new.added.md").write_text("new\n")
-    else:
-        (project / "CHANGELOG.md").write_text("# Changelog\n\n## 1.2.2 (2025-01-01)\n\nOld.\n")
+@pytest.mark.parametrize(
+    ("file", "old", "new", "said"),
+    [
+        ("infinistore/version.py", "1.2.3", "1.2.2", "version.py says 1.2.2"),
+        ("deploy/helm/infinistore/Chart.yaml", 'appVersion: "1.2.3"', 'appVersion: "1.2.2"', "Chart.yaml says 1.2.2"),
+        ("deploy/helm/infinistore/Chart.yaml", "\nversion: 1.2.3", "\nversion: 1.2.4", "Chart.yaml says 1.2.4"),
+        ("CHANGELOG.md", "## 1.2.3", "## 1.2.1", "no section `## 1.2.3"),
+        ("CHANGELOG.md", "2026-01-01", "not released yet", "no date"),
+    ],
+)
+def test_a_tag_that_cannot_be_released_is_refused_in_one_line(
+    project: Path, file: str, old: str, new: str, said: str
+) -> None:
+    (project / file).write_text((project / file).read_text().replace(old, new))
 
-    done = release(project, tag)
+    done = release(project, "v1.2.3")
 
     assert done.returncode == 1
     assert said in done.stderr
     assert len(done.stderr.splitlines()) == 1
+
+
+def test_a_version_is_set_in_every_place_where_it_stands(repository: Path) -> None:
+    assert release(repository, "--set", "1.2.4").returncode == 0
+
+    assert release(repository, "v1.2.4").stdout == "Newer.\n"
+    assert git(repository, "diff", "--name-only").split() == [
+        "CHANGELOG.md",
+        "deploy/helm/infinistore/Chart.yaml",
+        "infinistore/version.py",
+    ]
+
+
+def test_a_try_writes_nothing_and_wants_neither_a_date_nor_a_clean_tree(repository: Path) -> None:
+    (repository / "new").touch()
+
+    assert release(repository, "--try", "--set", "1.2.4").returncode == 0
+
+    assert git(repository, "status", "--porcelain") == "?? new\n"
+
+
+@pytest.mark.parametrize(
+    ("version", "said"), [("1.2", "no version"), ("1.2.4", "tree has changes, such as new"), ("1.2.3", "tag v1.2.3")]
+)
+def test_a_version_that_cannot_be_set_is_refused_and_nothing_is_written(
+    repository: Path, version: str, said: str
+) -> None:
+    (repository / "new").touch()
+    git(repository, "tag", "v1.2.3")
+
+    done = release(repository, "--set", version)
+
+    assert done.returncode == 1
+    assert said in done.stderr
+    assert git(repository, "status", "--porcelain") == "?? new\n"
+
+
+def test_the_version_stands_in_the_same_places_here() -> None:
+    project = {name: (PROJECT / name).read_text() for name in ("infinistore/version.py", "CHANGELOG.md")}
+    chart = yaml.safe_load((PROJECT / "deploy" / "helm" / "infinistore" / "Chart.yaml").read_text())
+    assert f'__version__ = "{chart["version"]}"' in project["infinistore/version.py"]
+    assert chart["appVersion"] == chart["version"]
+    assert f"## {chart['version']} (" in project["CHANGELOG.md"]
