@@ -26,7 +26,7 @@ NO_TESTS = {
     "pyverbs",
     "generate",
     "format",
-    "changelog",
+    "release",
     "nightly",
     "help-nightly",
     "clean",
