@@ -74,15 +74,15 @@ def keywords(source: str, arguments: str) -> str:
 
 
 def docstring_arguments(settings: Sequence["Setting"]) -> str:
-    """Return the section `Args` of every `open_store`."""
+    """Return what the keys are for; every `open_store` has it as its section `Args`."""
     from infinistore.client.options import SCHEMES
 
-    lines = [" " * 4 + "Args:"]
+    lines = [" " * 4 + "Attributes:"]
     url = (
         "Where the server is, and over which transport to reach it. Options may follow, as in `?deadline_s=5`; "
         "arguments take precedence. Without a URL, the store is embedded. The URLs are:"
     )
-    lines += wrapped(f"url: {url}", INDENT)
+    lines += [*wrapped(f"url: {url}", INDENT), ""]  # without it, Markdown would see no list
     for scheme in SCHEMES.values():
         lines += wrapped(f"* `{scheme.form}`: {scheme.meaning}", INDENT + " " * 4, hanging=2)
     for heading, group in groupby(settings, key=lambda setting: setting.group):

@@ -3,7 +3,7 @@
 The URL says where the server is, and over which transport to reach it. Options follow a
 question mark: `?token_file=/etc/infinistore.token&deadline_s=5`. An option is an
 argument or part of the URL. From the descriptions derive the checks, the parsing of
-URLs, the keyword arguments that type checkers know (`StoreOptions`), the `Args` in its
+URLs, the keyword arguments that type checkers know (`StoreOptions`), their texts in its
 docstring, and the tables in `docs/opening-a-store.md`. `make generate` writes the last
 three.
 """
@@ -415,9 +415,9 @@ _TOKEN_FILE: Final = Setting(
 
 
 def explained(open_store: _OpenStore) -> _OpenStore:
-    """Put the `Args` of `StoreOptions` into the docstring of an `open_store`."""
+    """Describe the keys of `StoreOptions` as the `Args` of an `open_store`."""
     if open_store.__doc__ and StoreOptions.__doc__:  # python -OO has neither
-        arguments = cleandoc(StoreOptions.__doc__).partition("\n\n")[2]
+        arguments = cleandoc(StoreOptions.__doc__).partition("\n\n")[2].replace("Attributes:", "Args:", 1)
         open_store.__doc__ = cleandoc(open_store.__doc__).replace("Raises:", f"{arguments}\n\nRaises:")
     return open_store
 

@@ -14,10 +14,11 @@ __all__ = ["StoreOptions"]
 class StoreOptions(TypedDict, total=False):
     """The keyword arguments of every `open_store`, and what else it takes.
 
-    Args:
+    Attributes:
         url: Where the server is, and over which transport to reach it. Options may
             follow, as in `?deadline_s=5`; arguments take precedence. Without a URL, the
             store is embedded. The URLs are:
+
             * `infinistore://HOST:PORT`: shared memory on the server's host; elsewhere
               RDMA if both sides have a device, or else TCP
             * `infinistores://HOST:PORT`: shared memory on the server's host; elsewhere
