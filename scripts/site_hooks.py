@@ -9,12 +9,15 @@ changed to match, so that a link works in the repository and on the site.
 A block of Mermaid becomes two pictures, for light and for dark pages. The theme would
 load Mermaid itself from another host when a page is read. A `<picture>`, which follows
 the preference of the system, becomes the same, which follows the switch of the page.
+
+site_text.py has what is done to text alone: titles in links, tables, names in code.
 """
 
 import hashlib
 import posixpath
 import re
 from collections.abc import Iterator
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +25,8 @@ import merman
 from mkdocs.config.defaults import MkDocsConfig
 from mkdocs.structure.files import File, Files
 from mkdocs.structure.pages import Page
+
+from site_text import title, with_labels, with_pipes, with_titles, with_whole_names
 
 PROJECT = Path(__file__).resolve().parents[1]
 PAGES = ("CONTRIBUTING.md", "SECURITY.md", "CHANGELOG.md")
@@ -86,8 +91,25 @@ def on_page_markdown(markdown: str, page: Page, **_: Any) -> str:
     if re.search(r"^<picture>", markdown, re.MULTILINE):
         raise ValueError(f"{page.file.src_uri}: a <picture> is written in another way than the others")
     code = FENCED.findall(markdown)
-    prose = [LINK.sub(lambda found: _link(found, page.file.src_uri), text) for text in FENCED.split(markdown)]
+    prose = [_prose(text, page.file.src_uri) for text in FENCED.split(markdown)]
     return "".join(text for pair in zip(prose, [*code, ""], strict=True) for text in pair)
+
+
+def on_page_content(html: str, **_: Any) -> str:
+    """Let names break where a reader would, and tables fit on a phone."""
+    return with_labels(with_whole_names(html))
+
+
+def _prose(text: str, uri: str) -> str:
+    """The Markdown of a page between its code blocks, as the site has it."""
+    if not uri.startswith("source/"):
+        text = with_titles(text, lambda path: _title(_in_repository(uri, path)))
+    return LINK.sub(lambda found: _link(found, uri), with_pipes(text))
+
+
+@cache
+def _title(target: str | None) -> str | None:
+    return title((PROJECT / target).read_text(encoding="utf-8")) if target else None
 
 
 def _picture(diagram: str, pages: str) -> str:

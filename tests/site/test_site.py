@@ -2,6 +2,7 @@
 
 import http.server
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -23,8 +24,11 @@ WORDS = {
     "infinistore_pool_used_bytes": "infinistore_pool_used_bytes",
     "Soft-RoCE": "soft-roce",
     "watermark": "watermark",
+    "--disk": "--disk",
 }
 """What a reader types, and what the page that is found first has."""
+LONGEST = 30_000
+"""The height of a page on a wide screen, in pixels, before anything is unfolded."""
 
 pytest.importorskip("mkdocs", reason="`make test-docs` runs this")
 playwright = pytest.importorskip("playwright.sync_api", reason="`make test-docs` runs this")
@@ -41,6 +45,18 @@ def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
     done = subprocess.run(command, cwd=PROJECT, env=environment, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stdout + done.stderr
     return folder
+
+
+def test_no_page_shows_what_only_a_repository_needs(site: Path) -> None:
+    """A backslash before a `|` in a table, or the file's name as the text of a link.
+
+    Files of the repository are shown as they are.
+    """
+    pages = {file.relative_to(site): file.read_text() for file in site.rglob("*.html") if "source" not in file.parts}
+    cells = {(name, cell) for name, html in pages.items() for cell in re.findall(r"<td.*?</td>", html, re.DOTALL)}
+    assert [found for found in cells if r"\|" in found[1]] == []
+    links = {(name, link) for name, html in pages.items() for link in re.findall(r"<a [^>]*>[^<]*</a>", html)}
+    assert [found for found in links if found[1].endswith(".md</a>")] == []
 
 
 class _Quiet(http.server.SimpleHTTPRequestHandler):
@@ -98,6 +114,32 @@ def test_every_page_loads_whole_in_light_and_dark_and_from_nowhere_else(
             page.screenshot(path=f"{folder}/{name.replace('/', '-')}-{scheme}.png")
     page.close()
     assert problems == []
+
+
+@needs_chromium
+def test_no_table_is_wider_than_a_phone_and_no_page_endless_on_a_wide_screen(
+    browser: Any, site: Path, address: str
+) -> None:
+    phone, screen = (browser.new_page(viewport={"width": width, "height": 844}) for width in (390, 1400))
+    for name in sorted(str(file.relative_to(site)) for file in site.rglob("*.html") if "source" not in file.parts):
+        for page in (phone, screen):
+            page.goto(f"{address}/{name}", wait_until="load")
+            page.wait_for_selector("article")
+            tables = page.locator("article .md-typeset__scrollwrap").all()
+            wide = [one for one in tables if one.evaluate("one => one.scrollWidth > one.clientWidth")]
+            assert [one.inner_text() for one in wide] == [], name
+        assert screen.evaluate("document.documentElement.scrollHeight") < LONGEST, name
+    phone.close()
+    screen.close()
+
+
+@needs_chromium
+def test_a_link_to_a_method_opens_its_class(browser: Any, address: str) -> None:
+    page = browser.new_page()
+    page.goto(f"{address}/reference/python.html#infinistore.client.AsyncStore.put", wait_until="networkidle")
+    page.locator("details.fold[open]", has_text="AsyncStore").wait_for()
+    assert page.locator("details.fold[open]").count() == 1
+    page.close()
 
 
 @needs_chromium
