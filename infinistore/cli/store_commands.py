@@ -9,6 +9,8 @@ its work done.
 import os
 import sys
 import tempfile
+import textwrap
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import nullcontext
 from functools import partial
@@ -28,7 +30,6 @@ from infinistore.cli.output import (
     note,
     print_json,
     print_line,
-    print_table,
     visible,
 )
 from infinistore.errors import PermissionDenied, StoreUnavailable
@@ -36,6 +37,14 @@ from infinistore.sizes import describe_size, format_size
 
 if TYPE_CHECKING:
     from infinistore.blocking import BlockingStore
+    from infinistore.statistics import (
+        ClusterStatistics,
+        DiskTierStatistics,
+        ServerDetails,
+        ServerStatistics,
+        Stats,
+        StoreStatistics,
+    )
 
 
 @click.command("put", short_help="Store a file or standard input under a key.")
@@ -324,43 +333,167 @@ def _report(done: str, count: int, asked: int, lost: str, why_not: str, *, as_js
 @json_option
 @client_options
 def stat(details: bool, as_json: bool, target: Target) -> None:
-    """Show the store's statistics, and the transport of this client.
+    """Show the store's statistics, and the transport of this client, on one screen.
 
-    --json uses the names of the table; sizes are in bytes, and a suffix of the name is
-    the unit of a time. Disks are there only if the store has some, by their number.
+    --json has all of them, with the names of `infinistore.Stats`; sizes are in bytes,
+    and a suffix of the name is the unit of a time. Disks are there only if the store
+    has some.
     """
     if details and not as_json:
         raise click.UsageError("--details are lists: add --json, or see `infinistore monitor`")
     with target.open() as store:
-        statistics = attrs.asdict(store.stats(details))
+        found = store.stats(details or not as_json)
+    if not as_json:
+        for heading, parts in _summary(found):
+            _print_group(heading, parts)
+        return
+    statistics = attrs.asdict(found)
     if not details:
         del statistics["details"]
     if statistics["disk"] is None:
         del statistics["disk"]
-    if as_json:
-        print_json(statistics)
-    else:
-        print_table(("name", "value"), [(name, _shown(name, value)) for name, value in _leaves(statistics)])
+    print_json(statistics)
 
 
-def _leaves(tree: dict[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
-    for name, value in tree.items():
-        if isinstance(value, dict):
-            yield from _leaves(value, f"{prefix}{name}.")
-        elif isinstance(value, list):
-            yield from _leaves({str(index): one for index, one in enumerate(value)}, f"{prefix}{name}.")
-        else:
-            yield prefix + name, value
+_WIDTH: Final = 80
+_HEADING: Final = 10
+_SHOWN: Final = 6
+"""How many kinds of requests, of clients, and of nodes the screen has."""
 
 
-def _shown(name: str, value: Any) -> str:
-    if isinstance(value, bool) or value is None:
-        return {True: "yes", False: "no", None: "-"}[value]
-    if isinstance(value, int) and name.endswith("_bytes"):
-        return describe_size(value)
-    if isinstance(value, float):
-        return f"{value:.3g}" if abs(value) < 1000 else f"{value:.0f}"
-    return str(value)
+def _print_group(heading: str, parts: Iterable[str]) -> None:
+    """Print what belongs together; a line ends between two parts if it can."""
+    whole = [part.replace(" ", "\0") if len(part) < _WIDTH - _HEADING else part for part in parts]
+    indent = " " * _HEADING
+    for line in textwrap.wrap(
+        f"{heading:<{_HEADING}}" + ", ".join(whole),
+        _WIDTH,
+        subsequent_indent=indent,
+        break_long_words=False,
+        break_on_hyphens=False,
+    ):
+        print_line(line.replace("\0", " "))
+
+
+def _summary(stats: "Stats") -> Iterator[tuple[str, list[str]]]:
+    """Yield groups of figures, each with its heading."""
+    from infinistore.monitor.figures import duration
+
+    server, details = stats.server, stats.details
+    about = [f"transport {stats.transport}: {stats.transport_reason}"]
+    if server is not None:
+        state = [] if details is None else [details.state]
+        about = [*state, f"up {duration(server.uptime_s)}", f"version {server.version}", *about]
+    yield "server" if server is not None else "store", about
+    yield from _of_store(stats.store)
+    if stats.disk is not None:
+        yield from _of_disks(stats.disk)
+    if server is not None:
+        yield from _of_server(server, details)
+    if stats.drain is not None:
+        moved = stats.drain.moved_groups + stats.drain.skipped_groups
+        yield "drain", [stats.drain.state, f"{moved} of {counted(stats.drain.groups, 'group')}"]
+    if stats.cluster is not None:
+        yield from _of_cluster(stats.cluster)
+
+
+def _of_store(store: "StoreStatistics") -> Iterator[tuple[str, list[str]]]:
+    from infinistore.monitor.figures import count, percent_of, size
+
+    pool = [
+        f"{percent_of(store.used_bytes, store.capacity_bytes)} used",
+        f"{size(store.used_bytes)} of {size(store.capacity_bytes)}",
+        counted(store.keys, "key"),
+        f"largest free {size(store.allocator.largest_free_extent_bytes)}",
+        f"pinned {size(store.pinned_bytes)} by {counted(store.leases, 'lease')} and {counted(store.holds, 'hold')}",
+        f"{counted(store.reservations, 'unfinished put')} with {size(store.reserved_bytes)}",
+    ]
+    if store.growable_bytes:
+        pool.append(f"may grow by {size(store.growable_bytes)}")
+    if store.protected_keys:
+        pool.append(f"{count(store.protected_keys)} protected keys with {size(store.protected_bytes)}")
+    if store.quarantined_bytes:
+        pool.append(f"{size(store.quarantined_bytes)} in quarantine")
+    yield "pool", pool
+    reads = store.hits + store.misses
+    evicted = {cause.replace("_", " "): number for cause, number in attrs.asdict(store.evicted).items() if number}
+    keys = [
+        f"{count(reads)} read",
+        f"{count(store.hits)} found ({percent_of(store.hits, reads)})",
+        f"{count(store.puts)} stored",
+        f"{count(store.deleted)} deleted",
+        f"{count(store.expired)} expired",
+        f"{count(sum(evicted.values()))} evicted" + (f" ({', '.join(evicted)})" if evicted else ""),
+    ]
+    if store.checksum_drops:
+        keys.append(f"{count(store.checksum_drops)} dropped because of their checksum")
+    yield "keys", keys
+
+
+def _of_disks(tier: "DiskTierStatistics") -> Iterator[tuple[str, list[str]]]:
+    from infinistore.monitor.figures import count, size
+
+    for disk in tier.disks:
+        figures = [
+            visible(disk.path),
+            disk.state,
+            f"{size(disk.used_bytes)} of {size(disk.capacity_bytes)} used",
+            counted(disk.keys, "key"),
+            f"read {size(disk.read_bytes)}",
+            f"written {size(disk.written_bytes)}",
+            counted(disk.read_errors + disk.write_errors + disk.damaged_blocks, "error"),
+        ]
+        yield "disk", [*figures, disk.alarm] if disk.alarm else figures
+    yield "", [f"{size(tier.queued_bytes)} wait to be written", f"{count(tier.skipped_blocks)} blocks skipped"]
+
+
+def _of_server(server: "ServerStatistics", details: "ServerDetails | None") -> Iterator[tuple[str, list[str]]]:
+    from infinistore.monitor.figures import count, size
+
+    operations, clients = ([], []) if details is None else (details.operations, details.clients)
+    requests = [
+        f"{count(server.requests)}",
+        counted(server.errors, "error"),
+        f"in {size(server.received_bytes)}",
+        f"out {size(server.sent_bytes)}",
+    ]
+    yield "requests", [*requests, *_busiest((one.kind.replace("_", " "), one.count) for one in operations)]
+    connections = [
+        f"{counted(server.connections_open, 'connection')}",
+        f"{count(server.connections_total)} so far",
+        f"{count(server.connections_refused)} refused",
+    ]
+    names = ((f"{visible(one.name)} ({one.transport})", one.requests) for one in clients)
+    yield "clients", [*connections, *_busiest(names)]
+
+
+def _of_cluster(cluster: "ClusterStatistics") -> Iterator[tuple[str, list[str]]]:
+    from infinistore.monitor.figures import count, duration
+
+    silent = [f"{visible(node.id)} does not answer: {node.problem}" for node in cluster.nodes if node.problem]
+    more = len(silent) - _SHOWN
+    yield (
+        "cluster",
+        [
+            counted(len(cluster.nodes), "node"),
+            counted(cluster.copies, "copy", "copies"),
+            f"view {cluster.epoch}, {duration(cluster.view_age_s)} old",
+            f"{count(cluster.lost_reads)} reads and {count(cluster.lost_copies)} copies lost",
+            *silent[:_SHOWN],
+            *([f"{more} more do not answer"] if more > 0 else []),
+        ],
+    )
+
+
+def _busiest(named: Iterable[tuple[str, int]]) -> list[str]:
+    """Return the names with the largest sums of requests, each with that."""
+    from infinistore.monitor.figures import count
+
+    sums: Counter[str] = Counter()
+    for name, requests in named:
+        sums[name] += requests
+    left = len(sums) - _SHOWN
+    return [f"{name} {count(number)}" for name, number in sums.most_common(_SHOWN)] + [f"{left} more"] * (left > 0)
 
 
 _FRACTION = click.FloatRange(0, 1)
