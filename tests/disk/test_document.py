@@ -111,6 +111,20 @@ def test_the_columns_of_snapshots_are_described() -> None:
     assert f"{SHARDS} sections follow" in " ".join(section("## Snapshot").split())
 
 
+def test_a_snapshot_has_its_segments_one_after_the_other() -> None:
+    assert "the segments, one after the other" in " ".join(section("## Snapshot").split())
+    segments = [
+        snapshots.SnapshotSegment(1, snapshots.SEALED, 7, 8192, 9),
+        snapshots.SnapshotSegment(2, 0, 10, 4096, 11),
+    ]
+    header = snapshots.encode_snapshot_header(
+        uuid=bytes(16), sequence=11, floor=0, sections=[0] * SHARDS, segments=segments, footer=b"", seed=1
+    )
+    described = struct.Struct("<" + "".join({"4": "I", "8": "Q"}[row[0]] for row in layouts(section("## Snapshot"))[1]))
+    behind = LEAD.size + snapshots.SnapshotHeader.LAYOUT.size + 8 * SHARDS
+    assert header[behind:].startswith(b"".join(described.pack(*attrs.astuple(segment)) for segment in segments))
+
+
 def test_what_is_written_is_laid_out_as_described() -> None:
     for name, cls in zip(("superblock", "table", "footer", "end"), STRUCTURES.values(), strict=False):
         magic, _, version = LEAD.unpack_from(WRITTEN[name])
