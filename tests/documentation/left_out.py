@@ -113,7 +113,6 @@ LEFT_OUT: Final[dict[str, dict[str, str]]] = {
         "vllm serve": _ENGINE,
     },
     "docs/vllm.md": {
-        "curl": _ENGINE,
         "pip install": _INSTALLS,
         "vllm serve": _ENGINE,
     },
