@@ -29,7 +29,6 @@ RUN = {
     "docs/add-an-allocator.md": "in test_fragments.py",
     "docs/disk.md": "in test_fragments.py",
     "docs/long-conversations.md": "in test_fragments.py",
-    "docs/moving-from-infinistore.md": "in test_fragments.py",
     "docs/opening-a-store.md": "in test_fragments.py",
     "docs/rdma.md": "in test_fragments.py, without a device",
     "docs/reference/metrics.md": "in test_fragments.py",

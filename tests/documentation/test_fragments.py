@@ -127,14 +127,6 @@ def test_the_store_with_a_disk(tmp_path: Path) -> None:
         assert bytes(store.get("b")) == b"2"
 
 
-@pytest.mark.nightly
-def test_the_program_for_the_original(server: ServerHere, tmp_path: Path) -> None:
-    pytest.importorskip("torch")
-    printed(with_server(program("docs/moving-from-infinistore.md", "InfinityConnection"), server), tmp_path)
-    with blocking.open_store(server.url) as store:
-        assert store.exists_many(["key1", "key2"]) == [True, True]
-
-
 def test_the_gauges_of_a_client_of_a_cluster(server: ServerHere) -> None:
     class Gauge:
         def __init__(self) -> None:
