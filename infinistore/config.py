@@ -728,6 +728,23 @@ def _conflicts_of_shards(config: ServerConfig) -> Iterator[_Conflict]:
             yield (key, "shards"), f"{problem}; give {format_size(count * least_bytes)} or more"
 
 
+def shown_settings(config: attrs.AttrsInstance) -> dict[str, Any]:
+    """Return a configuration as plain values by attribute, for everybody to see: no
+    secret ones, and of a URL neither its user nor its options.
+    """
+    fields = attrs.fields(type(config))
+    return {field.name: _plain(getattr(config, field.name)) for field in fields if field.repr}
+
+
+def _plain(value: Any) -> Any:
+    if isinstance(value, list | tuple | set | frozenset):
+        return list(map(_plain, value))
+    if value is None or isinstance(value, int | float):  # a switch, too
+        return value
+    text = str(value)
+    return without_password(text).partition("?")[0] if "://" in text else text
+
+
 def server_settings() -> tuple[Setting, ...]:
     """Every setting of a server, in the order they are documented."""
     return settings_of(ServerConfig)

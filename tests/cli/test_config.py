@@ -1,19 +1,23 @@
 """Where a setting comes from, what is refused, and what the refusal says."""
 
+import json
 import re
 import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import attrs
 import pytest
 import yaml
 from hypothesis import given
 from hypothesis import strategies as st
 
+from infinistore import settings
 from infinistore.addresses import default_socket_path, is_loopback
 from infinistore.client.options import make_options
-from infinistore.config import ServerConfig, load_server_config, misspelt_variables, server_settings
+from infinistore.config import ServerConfig, load_server_config, misspelt_variables, server_settings, shown_settings
+from infinistore.disk_settings import DiskPlace
 from infinistore.errors import ConfigError
 from infinistore.secret_files import read_token
 from infinistore.sizes import GIB, KIB, MIB
@@ -381,6 +385,27 @@ def test_the_words_of_a_switch_are_no_path(written: str, expected: str, tmp_path
 @pytest.mark.parametrize("written", ["false", "no", "off"])
 def test_the_management_port_is_turned_off_by_the_same_words(written: str) -> None:
     assert load_server_config({}, environment={"INFINISTORE_MANAGE_PORT": written}).manage_port is None
+
+
+@attrs.frozen(kw_only=True)
+class HasSecrets:
+    password: str = settings.declare(settings.text("TEXT"), "hunter2", "A secret", group="Security", secret=True)
+    place: str = settings.declare(
+        settings.text("URL"), "http://me:hunter2@h:1/a?token=hunter2", "A URL", group="Security"
+    )
+
+
+def test_settings_are_shown_without_secrets_and_without_what_urls_have_of_them() -> None:
+    assert shown_settings(HasSecrets()) == {"place": "http://...@h:1/a"}
+    url = "infinistore+etcd://h1:2379/kv"
+    config = ServerConfig(
+        cluster=f"{url}?etcd_user=me&etcd_password_file=/run/p",
+        disks=(DiskPlace(Path("/mnt/a"), GIB),),
+        token_file=Path("t"),
+    )
+    shown = json.loads(json.dumps(shown_settings(config)))
+    assert set(shown) == {field.name for field in attrs.fields(ServerConfig)}
+    assert (shown["cluster"], shown["disks"], shown["token_file"]) == (url, ["/mnt/a:1GiB"], "t")
 
 
 def test_clients_are_told_a_path_that_means_the_same_to_them(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

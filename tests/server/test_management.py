@@ -149,7 +149,8 @@ async def test_statistics_are_those_of_the_clients() -> None:
         clients = (await get(server, "/clients")).json["clients"]
         assert (await get(server, "/stats?details=perhaps")).status == 400
     assert (plain["store"]["keys"], plain["server"]["requests"]) == (1, 1)
-    assert set(plain) == {"server", "store"}
+    assert set(plain) == {"server", "store", "settings"}
+    assert (plain["settings"]["prealloc_bytes"], plain["settings"]["host"]) == (POOL_BYTES, "127.0.0.1")
     assert [one["kind"] for one in detailed["details"]["operations"]] == ["put"]
     assert [(one["name"], one["requests"], one["received_bytes"]) for one in clients] == [("me", 1, 108)]
 

@@ -6,6 +6,7 @@ from typing import Any
 from prometheus_client.parser import text_string_to_metric_families
 
 from infinistore.protocol.codec import statistics_from_tree, statistics_to_tree
+from infinistore.protocol.messages import Tree
 from infinistore.server.management.metrics import METRICS, Snapshot, render
 from infinistore.server.shards.management import merge_metrics, merge_selftests, merge_statistics, merge_tenants
 from infinistore.sizes import KIB
@@ -54,15 +55,15 @@ async def test_metrics_of_all_shards_are_there_once_described_and_with_their_sha
 def test_statistics_are_summed_and_told_for_each_shard() -> None:
     details = make_details(clients=[make_client()])
     trees = {n: statistics_to_tree(make_server(requests=n), make_store(keys=10 * n), details) for n in (1, 2)}
-    merged = merge_statistics(trees)
+    merged = merge_statistics({n: Tree({**tree, "settings": {"service_port": n}}) for n, tree in trees.items()})
     summed = statistics_from_tree(merged)
     assert (summed.server.requests, summed.store.keys) == (3, 30)
     assert summed.details is not None
     assert len(summed.details.clients) == 2
     shards: Any = merged["shards"]
-    assert [(one["shard"], one["store"]["keys"], set(one)) for one in shards] == [
-        (1, 10, {"shard", "server", "store"}),
-        (2, 20, {"shard", "server", "store"}),
+    assert [(one["shard"], one["store"]["keys"], one["settings"], len(one)) for one in shards] == [
+        (1, 10, {"service_port": 1}, 4),
+        (2, 20, {"service_port": 2}, 4),
     ]
     json.dumps(merged)
 

@@ -19,7 +19,7 @@ from starlette.responses import JSONResponse, Response
 from infinistore.access.identity import Role
 from infinistore.access.policy import Policy
 from infinistore.answers import evict_in_steps
-from infinistore.config import ServerConfig
+from infinistore.config import ServerConfig, shown_settings
 from infinistore.errors import DiskFailed
 from infinistore.server.disk import settle
 from infinistore.server.management.http import Application
@@ -74,6 +74,7 @@ _STATISTICS: Final[Schema] = {
         "store": schema_of(StoreStatistics, COMPONENTS),
         "details": schema_of(ServerDetails, COMPONENTS),
         "disk": schema_of(DiskTierStatistics, COMPONENTS),
+        "settings": {"type": "object", "description": "By the names of ServerConfig, without secrets"},
     },
     "required": ["server", "store"],
     "additionalProperties": False,
@@ -176,14 +177,15 @@ class Management:
 
     @OPERATIONS.add("GET", "/stats", {200: _STATISTICS}, parameters={"details": {"type": "boolean"}})
     async def stats(self, request: Request) -> Response:
-        """What the server holds and has done, and its disks, if it has some; details
-        take some milliseconds to gather.
+        """What the server holds and has done, its disks, if it has some, and its
+        settings; details take some milliseconds to gather.
         """
         server = self.there
         wanted = request.query_params.get("details", "false")
         if wanted not in ("true", "false"):
             raise HTTPException(400, "details must be true or false")
-        return JSONResponse(await server.telemetry.tree(with_details=wanted == "true"))
+        tree = await server.telemetry.tree(with_details=wanted == "true")
+        return JSONResponse({**tree, "settings": shown_settings(self.config)})
 
     @OPERATIONS.add("GET", "/clients", {200: exactly(clients=schema_of(list[ClientStatistics], COMPONENTS))})
     async def clients(self, request: Request) -> Response:

@@ -107,7 +107,7 @@ def _labelled(line: bytes, label: bytes) -> bytes:
 
 def merge_statistics(trees: Mapping[int, Tree]) -> Tree:
     """Add the statistics of the shards up, and append those of each, without its
-    details. None of them: an empty map.
+    details, and its settings. None of them: an empty map.
     """
     found = {shard: statistics_from_tree(tree) for shard, tree in trees.items()}
     if not found:
@@ -119,7 +119,11 @@ def merge_statistics(trees: Mapping[int, Tree]) -> Tree:
         {
             **tree,
             "shards": [
-                {"shard": shard, **statistics_to_tree(one.server, one.store, None, one.disk)}
+                {
+                    "shard": shard,
+                    **statistics_to_tree(one.server, one.store, None, one.disk),
+                    "settings": trees[shard]["settings"],
+                }
                 for shard, one in found.items()
             ],
         }
