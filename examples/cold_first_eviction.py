@@ -5,6 +5,7 @@ So what is used stays, however many blocks are put once (LIP, Qureshi et al., IS
 What is used no more stays for long, too.
 """
 
+import sys
 from collections.abc import Sequence
 from typing import Any, ClassVar
 
@@ -27,7 +28,10 @@ class ColdFirst(Eviction):
 
 
 if __name__ == "__main__":
-    from infinistore.eviction.contract import ContractViolation, EvictionContract  # it needs Hypothesis
+    try:
+        from infinistore.eviction.contract import ContractViolation, EvictionContract
+    except ImportError:
+        sys.exit("the contract of strategies needs Hypothesis: pip install hypothesis")
 
     class Suite(EvictionContract):
         """In a test file this would be `TestColdFirst`, and pytest would run it."""

@@ -10,8 +10,11 @@ import sys
 from collections import Counter
 from typing import Any
 
-import msgspec
-import zmq
+try:
+    import msgspec
+    import zmq
+except ImportError:
+    sys.exit("this example needs what vLLM brings: pip install msgspec pyzmq")
 
 
 class BlockFollower:

@@ -42,6 +42,23 @@ def test_an_example_that_is_started_wrongly_says_how(
     assert "\n" not in str(ended.value.code)
 
 
+@pytest.mark.parametrize(
+    ("name", "missing"),
+    [
+        ("in_place.py", "numpy"),
+        ("first_fit_allocator.py", "hypothesis"),
+        ("cold_first_eviction.py", "hypothesis"),
+        ("vllm/follow_blocks.py", "msgspec"),
+    ],
+)
+def test_an_example_that_lacks_a_package_names_it(name: str, missing: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, missing, None)
+    for contract in ("infinistore.allocators.contract", "infinistore.eviction.contract"):
+        monkeypatch.delitem(sys.modules, contract, raising=False)  # another test may have imported it
+    with pytest.raises(SystemExit, match=f"pip install {missing}"):
+        runpy.run_path(str(EXAMPLES / name), run_name="__main__")
+
+
 def test_the_quick_start_runs_embedded() -> None:
     printed = run_example("quickstart.py")
 
