@@ -29,8 +29,9 @@ def is_loopback(host: str) -> bool:
 
 
 def refuse_password(url: str) -> None:
-    """Raise `ConfigError`, without showing it, if a URL has a user or a password."""
-    if "@" in re.split("[/?#]", url.partition("://")[2], maxsplit=1)[0]:
+    """Raise `ConfigError`, without showing it, if a URL has a user or a password, which
+    may have signs that end the host, too."""
+    if re.match("[^/](?:[^?]*|[^=]*)@", url.partition("://")[2]):
         raise ConfigError(
             "the URL of a store has no user and no password before its host: give a token as ?token_file=FILE, and"
             " those of etcd as ?etcd_user=USER&etcd_password_file=FILE"
@@ -38,8 +39,10 @@ def refuse_password(url: str) -> None:
 
 
 def without_password(text: str) -> str:
-    """Return the text without what stands between `//` and `@` in its URLs."""
-    return re.sub("//[^/?#@ ]*@", "//...@", text)
+    """Return the text without what stands before an `@`, and without the values of
+    options that are called passwords or tokens."""
+    text = re.sub(r"(^|[\s='\"])([\w+.-]*://)?[^\s='\"]+@", r"\1\2...@", text)
+    return re.sub(r"(password|token)=[^&\s'\"]+", r"\1=...", text)
 
 
 def in_brackets(written: str) -> str:

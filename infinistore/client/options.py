@@ -101,7 +101,8 @@ def parse_url(url: str) -> StoreUrl:
     """
     scheme, separator, _ = url.partition("://")
     if not separator:
-        raise ConfigError(f"{url!r} is no URL of a store; write infinistore://{url or 'HOST'}")
+        shown = without_password(url)
+        raise ConfigError(f"{shown!r} is no URL of a store; write infinistore://{shown or 'HOST'}")
     if scheme not in SCHEMES:
         known = [*SCHEMES, *CLUSTER_SCHEMES]
         hint = near(scheme, known) or f"; known are {', '.join(known)}"
@@ -467,7 +468,7 @@ def _from_url(url: str, parsed: StoreUrl | ClusterUrl) -> dict[str, Any]:
         options["token"] = clean_token(os.environ["INFINISTORE_TOKEN"], "INFINISTORE_TOKEN")
     for name, text in parsed.options.items():
         if name not in known:
-            raise ConfigError(f"unknown option {name!r} in {url!r}{_near(name, tuple(known))}")
+            raise ConfigError(f"unknown option {name!r} in {without_password(url)!r}{_near(name, tuple(known))}")
         if name == "token_file":
             options["token"] = read_token(text)
             continue

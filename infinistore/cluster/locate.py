@@ -143,7 +143,7 @@ def _own_options(url: str, scheme: str, options: Mapping[str, str]) -> dict[str,
                 hint = f"; it is for {CLUSTER_SCHEMES['infinistore+etcd']}"
             else:
                 hint = near(name, known) or f"; known are {', '.join(known)}"
-            raise ConfigError(f"unknown option {name!r} in {url!r}{hint}")
+            raise ConfigError(f"unknown option {name!r} in {without_password(url)!r}{hint}")
     return given
 
 

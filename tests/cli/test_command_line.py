@@ -17,6 +17,7 @@ import rich_click as click
 import trio
 
 from infinistore import errors
+from infinistore.addresses import refuse_password
 from infinistore.cli.failures import EXIT_CODES, answered
 from infinistore.cli.output import print_json, print_line
 from infinistore.cli.root import COMMANDS, run
@@ -234,11 +235,30 @@ def test_a_variable_that_kubernetes_sets_is_named_with_the_remedy(command: Run) 
     assert b"enableServiceLinks: false" in ended.stderr
 
 
-def test_a_password_in_a_url_is_not_shown(command: Run) -> None:
-    ended = command("--cluster", "infinistore+etcd://user:secret@host/c")
+@pytest.mark.parametrize(
+    "url",
+    [
+        "infinistore+etcd://user:secret@host/c",
+        "infinistore+etcd://host,user:secret@host/c",
+        "infinistore+etcd://user:/secret@host/c",
+        "infinistore+etcd://user:?secret@host/c",
+        "infinistore+etcd://host/c?etcd_user=user&etcd_password=secret",
+        "infinistore+etc://user:secret@host/c",
+        "user:secret@host",
+        "tcp://user:secret@host",
+        "tcp://host?token=secret",
+    ],
+)
+@pytest.mark.parametrize("arguments", [("--cluster",), ("stat", "--url")], ids=" ".join)
+def test_a_password_in_a_url_is_not_shown(command: Run, arguments: tuple[str, ...], url: str) -> None:
+    ended = command(*arguments, url)
     assert ended.returncode == 2
-    assert b"etcd_password_file" in ended.stderr
     assert b"secret" not in ended.stderr
+
+
+@pytest.mark.parametrize("url", ["tcp://host?name=me@here", "unix:///run/a@b.sock"])
+def test_an_at_sign_elsewhere_is_no_password(url: str) -> None:
+    refuse_password(url)
 
 
 def test_what_a_console_cannot_show_is_escaped(monkeypatch: pytest.MonkeyPatch) -> None:
