@@ -50,6 +50,7 @@ _STRETCH_BYTES = 32 * 1024 * 1024
 _STEP_BYTES = 64 << 20  # so that threads share the work evenly
 MEMORY_MARGIN_BYTES = 64 << 20
 """What making an arena leaves of the memory for everything else."""
+_SHARD_BYTES = 40 << 20  # what a shard takes as it starts, beside its part of the pool
 
 # The C library's own calls, because mmap.madvise holds the interpreter's lock and
 # mmap.mmap keeps a second descriptor.
@@ -234,8 +235,10 @@ def adopt_arena(index: int, fd: int, length: int, *, prefault_threads: int = 0) 
     return arena
 
 
-def check_memory(length: int, huge_pages: bool) -> None:
-    """Raise `OutOfMemory` if the machine does not have so many bytes for arenas now."""
+def check_memory(length: int, huge_pages: bool, *, shards: int = 0) -> None:
+    """Raise `OutOfMemory` if the machine does not have so many bytes for arenas now,
+    beside the processes of so many shards.
+    """
     if huge_pages:
         pages, page_bytes = free_huge_pages()
         if pages * page_bytes < length:
@@ -246,10 +249,12 @@ def check_memory(length: int, huge_pages: bool) -> None:
             )
         return
     limit = available_memory()
-    if limit.available_bytes < length + MEMORY_MARGIN_BYTES:
+    margin_bytes = MEMORY_MARGIN_BYTES + shards * _SHARD_BYTES
+    if limit.available_bytes < length + margin_bytes:
+        who, remedy = (f"{shards} shards need", "fewer shards, a") if shards else ("the process needs", "a")
         raise OutOfMemory(
-            f"an arena of {in_units(length)} does not fit beside the {in_units(MEMORY_MARGIN_BYTES)} that the process"
-            f" needs: {in_units(limit.available_bytes)} are available ({limit.source}); use a smaller pool, or free"
+            f"an arena of {in_units(length)} does not fit beside the {in_units(margin_bytes)} that {who}:"
+            f" {in_units(limit.available_bytes)} are available ({limit.source}); use {remedy} smaller pool, or free"
             " or add memory"
         )
 

@@ -14,7 +14,7 @@ import pytest
 
 from infinistore.core import Arena, create_arena
 from infinistore.core import arena as arena_module
-from infinistore.core.arena import Mapping
+from infinistore.core.arena import Mapping, check_memory
 from infinistore.errors import OutOfMemory
 from infinistore.host import MemoryLimit, free_huge_pages
 from tests.descriptors import is_still
@@ -184,6 +184,14 @@ def test_what_the_machine_cannot_hold_is_refused_before_any_memory_is_taken(monk
         match=r"99 MiB does not fit beside the 64 MiB.*100 MiB are available \(memory.max of a test\).*smaller pool",
     ):
         create_arena(0, 99 << 20)
+
+
+def test_shards_need_memory_each_beside_their_pool(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(arena_module, "available_memory", lambda: MemoryLimit(400 << 20, "memory.max of a test"))
+    check_memory(300 << 20, huge_pages=False)
+    check_memory(100 << 20, huge_pages=False, shards=4)
+    with pytest.raises(OutOfMemory, match=r"300 MiB does not fit beside the 224 MiB that 4 shards need.*fewer shards"):
+        check_memory(300 << 20, huge_pages=False, shards=4)
 
 
 def test_what_the_kernel_refuses_is_out_of_memory(monkeypatch: pytest.MonkeyPatch) -> None:

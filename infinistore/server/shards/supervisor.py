@@ -107,7 +107,8 @@ async def serve_shards(
             listeners = [resources.enter_context(sock) for sock in found]
             folder = make_private_folder()
             resources.callback(_remove_folder, folder)
-        check_memory(config.prealloc_bytes, config.huge_pages)  # each shard checks only what it takes itself
+        # Each shard checks only what it takes itself.
+        check_memory(config.prealloc_bytes, config.huge_pages, shards=config.shards)
         await trio.to_thread.run_sync(prepare_disks, config.disks, config.shards)
         supervisor = _Supervisor(config, command, folder, manager)
         async with trio.open_nursery() as nursery:
