@@ -1,6 +1,5 @@
-"""Hooks of MkDocs: bring into the site what its pages link to outside of docs/, and the
-parts of other files that pages show, draw its diagrams, and have its pictures follow
-the theme.
+"""Hooks of MkDocs: bring into the site what its pages link to outside of docs/, draw its
+diagrams, and have its pictures follow the theme.
 
 A page of the repository, such as CONTRIBUTING.md, becomes a page of the site; any other
 file becomes a file of the site; a folder becomes a page that lists its files. Links are
@@ -33,7 +32,6 @@ PAGES = ("CONTRIBUTING.md", "SECURITY.md", "CHANGELOG.md")
 HOME = "index.md"
 """What the README is on the site."""
 LINK = re.compile(r"(\]\()([^)#\s:]+)((?:#[^)\s]*)?\))")
-PART = re.compile(r"^<!-- from (\S+): (.+?) -->$", re.MULTILINE)
 MERMAID = re.compile(r"^```mermaid\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 PICTURE = re.compile(
     r'<picture>\s*<source media="\(prefers-color-scheme: dark\)"\s*srcset="(?P<dark>[^"]+)">'
@@ -83,10 +81,9 @@ def on_files(files: Files, config: MkDocsConfig) -> Files:
 
 
 def on_page_markdown(markdown: str, page: Page, **_: Any) -> str:
-    """Fill in the parts of other files, and lead the links to the pages and the pictures of the site."""
+    """Lead the links to the pages and the pictures of the site."""
     folder = posixpath.dirname(page.file.src_uri) or "."
     markdown = MERMAID.sub(lambda found: _pictures(found[1], folder), markdown)
-    markdown = PART.sub(lambda found: _part(found[1], found[2], page), markdown)
     markdown = _by_theme(markdown)
     if re.search(r"^<picture>", markdown, re.MULTILINE):
         raise ValueError(f"{page.file.src_uri}: a <picture> is written in another way than the others")
@@ -176,17 +173,3 @@ def _listing(folder: Path) -> str:
 
 def _language(file: Path) -> str:
     return {".py": "python", ".sh": "sh", ".json": "json", ".yaml": "yaml"}.get(file.suffix, "text")
-
-
-def _part(file: str, heading: str, page: Page) -> str:
-    """The section of a Markdown file under a heading, without the heading."""
-    text = (PROJECT / file).read_text(encoding="utf-8")
-    found = re.search(rf"^## {re.escape(heading)}\n(.*?)(?=^## |\Z)", text, re.MULTILINE | re.DOTALL)
-    if found is None:
-        raise ValueError(f"{page.file.src_uri}: {file} has no section {heading!r}")
-    section = _by_theme(found.group(1).strip())
-    # Its links are relative to that file.
-    folder = posixpath.relpath(
-        posixpath.dirname(file) or ".", posixpath.join("docs", posixpath.dirname(page.file.src_uri))
-    )
-    return LINK.sub(lambda link: f"{link[1]}{posixpath.normpath(posixpath.join(folder, link[2]))}{link[3]}", section)
