@@ -1,5 +1,5 @@
 """Generate docs/reference/commands.md: every command with its flags, as click knows
-them.
+them; and the manual page, which is that page with the settings of a server.
 """
 
 import re
@@ -14,6 +14,7 @@ if TYPE_CHECKING:
 __all__ = ["command_reference"]
 
 PAGE = "docs/reference/commands.md"
+MAN = "docs/reference/infinistore.1"
 WIDTH = 88
 SHARED = "Connection"
 """The heading, in the help, of the flags that many commands have."""
@@ -34,7 +35,7 @@ everywhere.
 
 
 def command_reference(_: Path) -> dict[str, str]:
-    """Return the page, by its path from the top folder."""
+    """Return the pages, by their paths from the top folder."""
     import click
 
     from infinistore.cli.root import root
@@ -64,7 +65,65 @@ def command_reference(_: Path) -> dict[str, str]:
             also = [f"`{one}`" for one in has if one not in connection or not {*connection} <= {*has}]
             also += ["connection"] if {*connection} <= {*has} else []
             lines += ["", f"Also: {', '.join(also)}."]
-    return {PAGE: "\n".join(lines) + "\n"}
+    page = "\n".join(lines) + "\n"
+    return {PAGE: page, MAN: man_page(page.partition("## Shared flags")[2])}
+
+
+MAN_BEGINNING = r""".\" Generated from infinistore/cli by scripts/generate.py.
+.TH INFINISTORE 1
+.SH NAME
+infinistore \- a store for the KV cache of LLM inference
+.SH SYNOPSIS
+.B infinistore
+.I COMMAND
+.RI [ OPTIONS ]
+.SH SHARED FLAGS
+"""
+
+
+def man_page(commands: str) -> str:
+    """Return the manual page: this part of the page in Markdown, the settings of a
+    server, and the exit codes.
+    """
+    from infinistore.cli.failures import EXIT_CODES
+    from infinistore.config import server_settings
+
+    settings = [
+        f"- `{f'{one.flag} {one.kind.metavar}'.rstrip()}`: {in_markdown(one.help)}. Default: {one.default_text}."
+        for one in server_settings()
+    ]
+    codes = [f"- `{code}`: {meaning}" for code, meaning in EXIT_CODES.items()]
+    rest = ["## Settings of a server", "", *settings, "", "## Exit status", "", *codes]
+    return MAN_BEGINNING + "".join(f"{line}\n" for line in in_roff(f"{commands}\n" + "\n".join(rest)))
+
+
+def in_roff(page: str) -> Iterator[str]:
+    """Yield the lines of a page in Markdown that has headings, paragraphs, lists of
+    flags and blocks, for man(1).
+    """
+    for block in re.split(r"\n\n|\n(?=- )", page.strip()):
+        if block.startswith("```"):
+            yield from [".nf", *map(escaped, block.splitlines()[1:-1]), ".fi"]
+        elif block.startswith("#"):
+            marks, _, title = block.partition(" ")
+            yield f".SS {escaped(title)}" if marks == "###" else f".SH {escaped(title.upper())}"
+        else:
+            text = re.sub(r"\[(.*?)\]\(.*?\)|\*(\w+)\*", r"\1\2", " ".join(block.split()))
+            flag, colon, meaning = text.removeprefix("- ").partition(": ")
+            yield from [".TP", bold(flag), bold(meaning)] if text.startswith("- ") and colon else [".PP", bold(text)]
+
+
+def bold(text: str) -> str:
+    """Return text with its code in bold."""
+    parts = escaped(text).split("`")
+    parts[1::2] = [rf"\fB{part}\fR" for part in parts[1::2]]
+    return "".join(parts)
+
+
+def escaped(line: str) -> str:
+    """Return a line that is text, with no command and no typographic hyphen in it."""
+    line = line.replace("\\", r"\e").replace("-", r"\-")
+    return rf"\&{line}" if line.startswith((".", "'")) else line
 
 
 def commands_of(group: "click.Group", context: "click.Context") -> Iterator[tuple["click.Command", "click.Context"]]:

@@ -103,19 +103,20 @@ def test_a_link_is_relative_so_that_a_clone_can_lie_anywhere(folder: str) -> Non
     assert link.readlink() == Path("..", folder)
 
 
-def test_both_wheels_hold_exactly_the_files_of_the_package(distributions: Distributions) -> None:
-    expected = {str(path) for path in files_of_the_package()}
+def test_both_wheels_hold_exactly_the_files_of_the_package_and_the_manual_page(distributions: Distributions) -> None:
+    expected = {*map(str, files_of_the_package()), "share/man/man1/infinistore.1"}
 
     for wheel in (distributions.wheel, distributions.wheel_of_sdist):
         with zipfile.ZipFile(wheel) as archive:
-            assert {name for name in archive.namelist() if ".dist-info/" not in name} == expected
+            names = {name.rpartition(".data/data/")[2] for name in archive.namelist() if ".dist-info/" not in name}
+        assert names == expected
 
 
 def test_a_wheel_puts_one_name_into_site_packages_and_says_that_it_is_typed(distributions: Distributions) -> None:
     for wheel in (distributions.wheel, distributions.wheel_of_sdist):
         with zipfile.ZipFile(wheel) as archive:
             names = archive.namelist()
-        top = {name.split("/")[0] for name in names}
+        top = {name.split("/")[0] for name in names if ".data/data/" not in name}
         (metadata,) = top - {"infinistore"}
         assert metadata.endswith(".dist-info")
         assert "infinistore/py.typed" in names
