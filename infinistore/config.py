@@ -142,7 +142,7 @@ def _structure(config_class: type[Config], raw: dict[str, object], origins: dict
         where = origins.get(key, f"{setting.flag} {setting.default_text} (the default)")
         hint = ""
         if where.startswith(f"{setting.variable}=tcp://"):
-            hint = "; Kubernetes sets it for a service of this name, unless a pod has enableServiceLinks: false"
+            hint = f"; {_LINKS}"
         raise ConfigError(f"{without_password(where)}: {first.problem}{hint}") from None
 
 
@@ -236,6 +236,8 @@ def _host_names() -> Kind:
 _CONFIG_VARIABLE: Final = VARIABLE_PREFIX + "CONFIG"
 # Not settings of a server: clients read the first two, `load_server_config` the last.
 _OTHER_VARIABLES: Final = (VARIABLE_PREFIX + "URL", VARIABLE_PREFIX + "TOKEN", _CONFIG_VARIABLE)
+
+_LINKS: Final = "Kubernetes sets it for a service of this name, unless a pod has enableServiceLinks: false"
 
 _NETWORK, _SHARDS, _MEMORY, _DISK, _EVICTION = "Network", "Shards", "Memory", "Disk", "Eviction"
 _CLUSTER, _RDMA, _SECURITY, _LIMITS, _LOGGING = "Cluster", "RDMA", "Security", "Limits", "Logging"
@@ -793,3 +795,14 @@ def misspelt_variables(environment: Mapping[str, str] | None = None) -> list[str
     # sets, is 0.917 like ..._PORT.
     likely = [(name, near(name, known, cutoff=0.92)) for name in unknown]
     return [f"the variable {name} means nothing here{hint}" for name, hint in likely if hint]
+
+
+def kubernetes_port(environment: Mapping[str, str] | None = None) -> str:
+    """Return a warning if Kubernetes sets the port of a server, because there is a
+    service called infinistore; else nothing.
+    """
+    environment = os.environ if environment is None else environment
+    name = VARIABLE_PREFIX + "SERVICE_PORT"
+    if name not in environment or not environment.get(VARIABLE_PREFIX + "PORT", "").startswith("tcp://"):
+        return ""
+    return f"{name}={environment[name]} is used; {_LINKS}"

@@ -16,8 +16,8 @@ from click.exceptions import Exit
 from click.shell_completion import CompletionItem, get_completion_class, shell_complete
 
 from infinistore.cli.failures import EXIT_CODES, OK, Session, answered
-from infinistore.cli.output import print_line
-from infinistore.config import server_settings
+from infinistore.cli.output import note, print_line
+from infinistore.config import misspelt_variables, server_settings
 from infinistore.settings import markdown_table, near
 from infinistore.version import __version__
 
@@ -177,6 +177,8 @@ def _invoke(arguments: Sequence[str], session: Session) -> int:
     """Run the command named by `arguments`; return its exit code or raise its error."""
     if _complete():
         return OK
+    for warning in misspelt_variables():
+        note(warning)
     try:
         with root.make_context(PROGRAM, list(arguments), obj=session) as context:
             root.invoke(context)

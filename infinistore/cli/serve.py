@@ -69,11 +69,11 @@ def command(
     before its name turns off a flag without a value.
     """
     with ending_at_sigterm(), _telling_in_json(check and as_json):
-        from infinistore.config import load_server_config, misspelt_variables
+        from infinistore.config import kubernetes_port, load_server_config
 
         config = load_server_config(settings, file=file)
         session_of(context).wants_tracebacks = config.log_level == "debug"
-        for warning in misspelt_variables():
+        if warning := kubernetes_port():
             note(warning)
         set_up_logging(config)
         try:

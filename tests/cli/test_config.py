@@ -16,7 +16,14 @@ from hypothesis import strategies as st
 from infinistore import settings
 from infinistore.addresses import default_socket_path, is_loopback
 from infinistore.client.options import make_options
-from infinistore.config import ServerConfig, load_server_config, misspelt_variables, server_settings, shown_settings
+from infinistore.config import (
+    ServerConfig,
+    kubernetes_port,
+    load_server_config,
+    misspelt_variables,
+    server_settings,
+    shown_settings,
+)
 from infinistore.disk_settings import DiskPlace
 from infinistore.errors import ConfigError
 from infinistore.secret_files import read_token
@@ -439,6 +446,14 @@ def test_a_misspelt_variable_is_noticed_and_those_of_kubernetes_are_not() -> Non
     (warning,) = misspelt_variables(environment)
     assert "INFINISTORE_PREALOC_SIZE" in warning
     assert "INFINISTORE_PREALLOC_SIZE" in warning
+
+
+def test_the_port_of_a_service_of_kubernetes_is_mentioned_with_the_remedy() -> None:
+    links = {"INFINISTORE_SERVICE_HOST": "10.0.0.1", "INFINISTORE_PORT": "tcp://10.0.0.1:80"}
+    warning = kubernetes_port({**links, "INFINISTORE_SERVICE_PORT": "80"})
+    assert "INFINISTORE_SERVICE_PORT=80 is used" in warning
+    assert "enableServiceLinks: false" in warning
+    assert kubernetes_port(links) == kubernetes_port({"INFINISTORE_SERVICE_PORT": "80"}) == ""
 
 
 @pytest.mark.parametrize("key", ["token_file", "tls_cert"])
