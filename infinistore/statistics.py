@@ -349,9 +349,9 @@ class OperationStatistics:
     latency_counts: list[int] = attrs.field(metadata=merge(_buckets))
     """A histogram with the bounds of `LATENCY_BOUNDS_S` and a last bucket above them.
 
-    Each request counts in one bucket; a get of shared memory without a request counts
-    in none. A latency is the time from the arrival of a request's head until its reply
-    was sent.
+    Each request counts in one bucket. A latency is the time from the arrival of a
+    request's head until its reply was sent. Of the gets of shared memory without a
+    request, one of 16 counts, which the client has timed.
     """
 
 

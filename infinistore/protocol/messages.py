@@ -955,6 +955,7 @@ class Lease(Request):
 class Touch(Request):
     """Report the use of keys without a request; with `read`, a read of their blocks.
 
+    `took_us` is how long an earlier read took that was measured; 0 if none is reported.
     It has no reply.
     """
 
@@ -962,6 +963,7 @@ class Touch(Request):
     CAPABILITY = Capability.TABLES
     keys: Keys
     read: bool = attrs.field(default=True, validator=validators.instance_of(bool))
+    took_us: int = attrs.field(default=0, validator=_count, metadata={"since": 1})
 
 
 @_frozen

@@ -14,10 +14,11 @@ import logging
 import math
 import socket
 import termios
+from bisect import bisect_left
 from collections.abc import Awaitable, Callable, Sequence
 from contextlib import suppress
 from itertools import count
-from operator import gt, itemgetter
+from operator import add, gt, itemgetter
 from typing import Final, TypeVar
 
 import attrs
@@ -62,6 +63,7 @@ from infinistore.protocol.shared_tables import READER_BYTES, CommitWord, Hazards
 from infinistore.server.disk import settled, time_for_disks_s
 from infinistore.server.maintenance import PoolGrowth
 from infinistore.sizes import in_units
+from infinistore.statistics import LATENCY_BOUNDS_S
 from infinistore.transports.base import Stream, drive
 
 _log = logging.getLogger("infinistore.server")
@@ -112,6 +114,10 @@ class Traffic:
     """Gets without a request, in shared memory."""
     got_bytes: int = 0
     """What they have read."""
+    got_s: float = 0.0
+    """How long those took that their client has timed."""
+    got_counts: list[int] = attrs.field(factory=lambda: [0] * (len(LATENCY_BOUNDS_S) + 1))
+    """A histogram of that, as in `OperationStatistics`."""
 
     def add(self, other: "Traffic") -> None:
         """Add the traffic of another connection."""
@@ -121,6 +127,16 @@ class Traffic:
         self.sent_bytes += other.sent_bytes
         self.gets += other.gets
         self.got_bytes += other.got_bytes
+        self.got_s += other.got_s
+        self.got_counts = list(map(add, self.got_counts, other.got_counts))
+
+    def note_get(self, read_bytes: int, took_s: float) -> None:
+        """Count a get without a request; 0 seconds are no time."""
+        self.gets += 1
+        self.got_bytes += read_bytes
+        if took_s:
+            self.got_s += took_s
+            self.got_counts[bisect_left(LATENCY_BOUNDS_S, took_s)] += 1
 
     def figures(self) -> dict[str, int]:
         """Return what the statistics show of it, by their names: a get is one, with a
@@ -571,9 +587,7 @@ class Holdings:
         assert isinstance(touch, Touch)
         read_bytes = self._core.note_use(touch.keys, read=touch.read)
         if touch.read:
-            traffic = self._conversation.traffic
-            traffic.gets += 1
-            traffic.got_bytes += read_bytes
+            self._conversation.traffic.note_get(read_bytes, touch.took_us / 1e6)
 
     def listen(self) -> None:
         """Hear of blocks that the client has used since its last request."""

@@ -23,7 +23,6 @@ from infinistore.server.recorder import OK, Recorder
 from infinistore.server.session.handshake import Handshakes
 from infinistore.server.session.session import SHARED_MEMORY, SessionRegistry
 from infinistore.statistics import (
-    LATENCY_BOUNDS_S,
     MAX_PREFIXES,
     ArenaStatistics,
     ClientStatistics,
@@ -42,7 +41,6 @@ from infinistore.transports.sockets.spin import Spinner
 from infinistore.version import __version__
 
 _T = TypeVar("_T")
-_BUCKETS: Final = len(LATENCY_BOUNDS_S) + 1
 _MAX_ARENAS = 256
 MAX_SAMPLE_KEYS = 4096
 _MAX_OPERATIONS = 512
@@ -168,13 +166,15 @@ def as_operations(requests: Sequence[OperationStatistics], traffic: Traffic) -> 
     transport and outcome.
 
     The requests that make a batch visible, or tell where one is, are puts and gets. One
-    for room is a put if it was refused. Gets without a request, of `traffic`, have no
-    latency. Memory that is shared is a transport of its own, "shm".
+    for room is a put if it was refused. `traffic` has the gets without a request.
+    Memory that is shared is a transport of its own, "shm".
     """
     found = [_as_operation(one) for one in requests]
     if traffic.gets:
         found.append(
-            OperationStatistics("get", SHARED_MEMORY, OK, traffic.gets, traffic.got_bytes, 0.0, [0] * _BUCKETS)
+            OperationStatistics(
+                *("get", SHARED_MEMORY, OK, traffic.gets, traffic.got_bytes), traffic.got_s, traffic.got_counts
+            )
         )
     merged = merged_by("kind", "transport", "outcome")([found])
     return sorted(merged, key=lambda one: (one.kind, one.transport, one.outcome))

@@ -41,6 +41,7 @@ __all__ = [
     "damage",
     "differing",
     "servers_lack",
+    "servers_offer",
     "shorten_deadline",
     "simulated_store",
     "when_idle",
@@ -51,7 +52,11 @@ _EVERYTHING = 1 << 40
 
 def servers_lack(missing: Capability) -> AbstractContextManager[object]:
     """Servers that are started within cannot do this, as those of an older release."""
-    offer = Offer(MINOR, OFFER.capabilities & ~missing)
+    return servers_offer(Offer(MINOR, OFFER.capabilities & ~missing))
+
+
+def servers_offer(offer: Offer) -> AbstractContextManager[object]:
+    """Servers that are started within say that they are of another release."""
     return mock.patch.object(handshake, "ServerConnection", partial(ServerConnection, offer=offer))
 
 

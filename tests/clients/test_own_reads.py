@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 
+from infinistore.client.movers.shm.mover import TIMED_READS
 from infinistore.core.arena import Arena, create_arena
 from infinistore.errors import (
     BufferTooSmall,
@@ -16,10 +17,11 @@ from infinistore.errors import (
     OutOfMemory,
     StoreUnavailable,
 )
+from infinistore.protocol.versions import LAST_RELEASE
 from infinistore.server.environment import Environment
 from tests.clients.own_reading import LOOKUPS, READS, REMOVALS, SHORT, arrays_of, knows, needs_tables, values_of
 from tests.clients.shared_serving import LONG, Shared, shared_serving
-from tests.clients.stores import Loops, damage
+from tests.clients.stores import Loops, damage, servers_offer
 from tests.server.running import KIB, MIB
 
 pytestmark = [needs_tables, pytest.mark.filterwarnings("ignore::infinistore.LeaseStillInUse")]
@@ -189,11 +191,37 @@ def test_puts_and_gets_are_counted_as_such_whether_the_server_was_asked_or_not(o
     put, get = operations.pop(("put", "shm")), operations.pop(("get", "shm"))
     assert (put.count, put.payload_bytes, put.outcome) == (1, total, "ok")
     assert (get.count, get.payload_bytes, get.outcome) == (6, 6 * total, "ok")
-    assert sum(put.latency_counts) == sum(get.latency_counts) == 1, "only of those for which the server was asked"
+    assert sum(put.latency_counts) == 1
+    assert sum(get.latency_counts) == 2, "of the one for which the server was asked, and of one without that was timed"
     assert {kind for kind, _ in operations} <= {"map_arenas", "map_tables", "release"}
     clients = {one.name: one for one in one_kind.look(telemetry.clients)}
     assert {(one.transport, one.sent_bytes) for one in clients.values()} == {("shm", 3 * total)}
     assert one_kind.look(telemetry.statistics).requests == sum(one.requests for one in clients.values())
+
+
+def test_of_the_gets_without_a_request_some_are_timed_and_told_with_the_next(one_kind: Shared) -> None:
+    store = one_kind.open()
+    store.put_many(LONG)
+    with one_kind.without_a_request():
+        for _ in range(2 * TIMED_READS + 1):
+            store.get_many(LONG)
+    operations = one_kind.look(one_kind.server.server.telemetry.operations)
+    [get] = [one for one in operations if one.kind == "get"]
+    assert (get.count, sum(get.latency_counts)) == (2 * TIMED_READS + 1, 2)
+    assert get.latency_sum_s > 0
+
+
+def test_a_server_of_the_last_release_is_told_no_times(kind: str, loops: Loops) -> None:
+    """It knows no field for them, and would listen no more."""
+    with servers_offer(LAST_RELEASE), shared_serving(loops, kind) as shared:
+        store = shared.open()
+        store.put_many(LONG)
+        with shared.without_a_request():
+            for _ in range(3):
+                store.get_many(LONG)
+        operations = shared.look(shared.server.server.telemetry.operations)
+        [get] = [one for one in operations if one.kind == "get"]
+        assert (get.count, sum(get.latency_counts)) == (3, 0)
 
 
 def test_a_put_for_which_there_is_no_room_is_a_failed_put_by_shared_memory_too(one_kind: Shared) -> None:

@@ -140,6 +140,7 @@ class Calls(Generic[_Stream]):
             options.inline_bytes,
             options.copy_threads,
             options.known_blocks,
+            clock=clock,
             on_end=self.pool.close_lost,
             machine=machine,
         )

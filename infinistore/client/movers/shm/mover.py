@@ -61,6 +61,8 @@ from infinistore.protocol.messages import (
 from infinistore.protocol.states import State
 from infinistore.protocol.versions import Capability
 
+TIMED_READS: Final = 16
+"""Of so many reads without a request, one is timed, the first of a connection too."""
 MAPS_NOTHING: Final = "the server lets this client map nothing"
 _NEEDED_FOR_TABLES = Capability.TABLES | Capability.COMMIT_WORD
 
@@ -133,7 +135,7 @@ class ShmMover(Mover):
 
     name = "shm"
 
-    def __init__(self, channel: Channel, pool: MappedPool, inline_bytes: int) -> None:
+    def __init__(self, channel: Channel, pool: MappedPool, inline_bytes: int, clock: Callable[[], float]) -> None:
         self._channel = channel
         self._connection = channel.connection
         self.pool = self.mapped = pool
@@ -143,6 +145,10 @@ class ShmMover(Mover):
         self._last_sizes = pack_u64()  # of the last put
         self._spare: ReserveReply | None = None  # room for a put like the last
         self._maps_nothing = False  # the server has no memory for this client to map
+        self._clock = clock
+        self._reads = 0  # that needed no request
+        self._times_reads = channel.connection.peer.minor > 0  # else it does not know `took_us`
+        self._took_us = 0  # by the last read that was timed, until it is reported
         self.handlers = {
             PutPart: self.put,
             GetPart: self.get,
@@ -343,6 +349,8 @@ class ShmMover(Mover):
 
     async def _read_known(self, part: GetPart) -> bool:
         """Read a part without a request; False, without effect, if one is needed."""
+        self._reads += 1
+        began = self._clock() if self._reads % TIMED_READS == 1 and self._times_reads else None
         keys = part.keys
         known = self.pool.known.find(keys)
         if known is None or is_too_long(known, part.capacities, self._channel.hello.max_batch_bytes):
@@ -354,7 +362,7 @@ class ShmMover(Mover):
         self._channel.holding = True
         sizes = pinned.sizes.tolist()
         total = sum(sizes)
-        touch = encode_head(Touch(keys), request_id=0)  # while what that takes is in the cache
+        touch = encode_head(Touch(keys, took_us=self._took_us), request_id=0)  # while what that takes is in the cache
         done = False
         checksums: list[int] = []
         try:
@@ -368,6 +376,7 @@ class ShmMover(Mover):
         with self._pins.lock:
             self._known_reads.unpin(pinned)
         if done:
+            self._took_us = 0 if began is None else max(1, round((self._clock() - began) * 1e6))
             await self._note_use(touch)
         self._channel.holding = False
         if done and part.verify and pinned.checksums.tolist() != checksums:
@@ -536,9 +545,12 @@ class ShmSource(MoverSource):
         inline_bytes: int,
         copy_threads: int,
         known_blocks: int,
+        *,
+        clock: Callable[[], float],
         on_end: Callable[[], None] = lambda: None,
         machine: Machine | None = None,
     ) -> None:
+        self._clock = clock
         self._inline_bytes = inline_bytes
         self._copy_threads = copy_threads
         self._known_blocks = known_blocks
@@ -550,7 +562,7 @@ class ShmSource(MoverSource):
 
     async def open(self, channel: Channel, stream: Any) -> ShmMover:
         """Make the mover of a connection by Unix socket."""
-        return ShmMover(channel, self._pool_of(channel.hello.instance), self._inline_bytes)
+        return ShmMover(channel, self._pool_of(channel.hello.instance), self._inline_bytes, self._clock)
 
     @property
     def instance(self) -> str:
