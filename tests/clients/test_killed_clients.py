@@ -231,7 +231,7 @@ async def test_readers_keep_what_they_lease_while_others_take_it_away_and_are_ki
     async with serving(tmp_path, prealloc_bytes=1024 * KIB) as server:
 
         def requests() -> int:
-            return server.server.telemetry.statistics().requests
+            return server.server.sessions.traffic().requests
 
         writer, *readers = [await Client.start(shm(tmp_path)) for _ in range(3)]
         assert await writer.do("put", items=items) == {"result": None}
