@@ -349,7 +349,7 @@ def _client_rates(before: Sample | None, now: Sample) -> dict[_Group, tuple[floa
                 found += getattr(one, counter) - getattr(old[one.id], counter)
             elif all_listed:  # it is new
                 found += getattr(one, counter)
-        return found / elapsed
+        return max(0, found) / elapsed
 
     return {
         group: (

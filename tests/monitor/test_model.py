@@ -269,6 +269,14 @@ def test_what_a_client_moved_is_what_each_of_its_connections_did_since_the_sampl
     }
 
 
+def test_a_client_whose_counters_went_back_has_no_rate_below_zero() -> None:
+    samples = [
+        make_stats(server={"uptime_s": 100.0 + second}, details=make_details(clients=[make_client(requests=requests)]))
+        for second, requests in enumerate((5, 3))
+    ]
+    assert watched(*samples).snapshot().clients[0].requests_per_s == 0
+
+
 def test_a_client_is_not_that_of_another_run_of_the_server() -> None:
     lives = [
         make_stats(
