@@ -21,6 +21,8 @@ from pathlib import Path
 
 import pytest
 from hypothesis import Phase, settings
+from hypothesis.internal.conjecture import providers
+from hypothesis.internal.constants_ast import Constants
 
 from tests.levels import Levels
 from tests.limits import Limits
@@ -34,6 +36,10 @@ settings.register_profile(
     "quick", settings.get_profile("repeatable"), max_examples=25, phases=[Phase.explicit, Phase.generate]
 )
 settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "repeatable"))
+# Hypothesis draws constants of the modules that are loaded, too, and the tests that ran
+# before decide which these are: the same commit would not get the same verdict.
+if settings().derandomize:
+    setattr(providers, "_get_local_constants", Constants)  # noqa: B010  # there is no setting for it
 
 # A shell's job in the background ignores it, and so would every program that is started
 # here.
