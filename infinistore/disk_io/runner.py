@@ -56,7 +56,7 @@ from infinistore.disk_io.direct_io import BounceBuffer
 from infinistore.disk_io.files import DiskFiles
 from infinistore.disk_io.folder import DiskFolder
 from infinistore.errors import StoreUnavailable
-from infinistore.host import FORKED, let_go_in_child, start_thread
+from infinistore.host import FORKED, ONE, let_go_in_child, make_eventfd, start_thread
 from infinistore.sizes import MIB
 
 
@@ -464,7 +464,7 @@ class ThreadRunner(DiskRunner):
         writers: int = _WRITERS,
         piece_bytes: int = PIECE_BYTES,
     ) -> None:
-        self.fd = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
+        self.fd = make_eventfd()
         self._readers = readers
         self._writers = writers
         self._piece_bytes = piece_bytes
@@ -502,7 +502,7 @@ class ThreadRunner(DiskRunner):
         self._check()
         with self._lock:
             if self._results:
-                os.eventfd_read(self.fd)
+                os.read(self.fd, len(ONE))
             results, self._results = self._results, []
         return results
 
@@ -541,5 +541,5 @@ class ThreadRunner(DiskRunner):
             if self._gone:
                 return  # `fd` may be another file by now
             if not self._results:
-                os.eventfd_write(self.fd, 1)
+                os.write(self.fd, ONE)
             self._results.append(result)

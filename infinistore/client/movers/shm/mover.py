@@ -146,7 +146,7 @@ class ShmMover(Mover):
         self._spare: ReserveReply | None = None  # room for a put like the last
         self._maps_nothing = False  # the server has no memory for this client to map
         self._clock = clock
-        self._reads = 0  # that needed no request
+        self._reads = 0  # that were tried without a request
         self._times_reads = channel.connection.peer.minor > 0  # else it does not know `took_us`
         self._took_us = 0  # by the last read that was timed, until it is reported
         self.handlers = {
