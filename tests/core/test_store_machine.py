@@ -176,8 +176,8 @@ class StoreMachine(RuleBasedStateMachine):
     """Drives a `StoreCore` and the model side by side. The test sets `allocator_name`.
 
     With another strategy of eviction than the least recently used, the model takes over
-    the order of the keys after each step. So it does not know why a key is where it is,
-    but the blocks that leave have to be the first ones of that order.
+    the order of the keys before any of them may leave. So it does not know why a key is
+    where it is, but the blocks that leave have to be the first ones of that order.
     """
 
     allocator_name: str
@@ -273,6 +273,7 @@ class StoreMachine(RuleBasedStateMachine):
 
     @rule(target=reservations, slot=slots, sizes=st.one_of(sizes, sizes, sizes, odd_sizes))
     def reserve(self, slot: int, sizes: list[int]) -> Any:
+        self.take_over_order()
         client = self.clients[slot]
         if client.state == "open":
             self.model_expire()
@@ -420,6 +421,7 @@ class StoreMachine(RuleBasedStateMachine):
     )
     def put_single(self, slot: int, key: str, size: int, hashed: bool, replace: bool) -> None:
         """What has come whole is written in one step."""
+        self.take_over_order()
         client, content = self.clients[slot], self.unique_bytes(size)
         checksum = xxhash.xxh3_64_intdigest(content) if hashed else NO_CHECKSUM
         write = partial(self.core.write_one, client.real, key, memoryview(content), checksum, replace=replace)
@@ -672,12 +674,14 @@ class StoreMachine(RuleBasedStateMachine):
     @rule(max_keys=st.sampled_from([0, 1, 1, 2, 2, 3, 3, None]))
     @precondition(lambda self: len(self.model.blocks) > 4)
     def purge(self, max_keys: int | None) -> None:
+        self.take_over_order()
         purged = self.model.purge(max_keys)
         assert self.core.purge(max_keys) == purged
         self.counts["deleted"] += purged
 
     @rule(ratios=st.tuples(ratios, ratios).map(sorted))
     def evict(self, ratios: list[float]) -> None:
+        self.take_over_order()
         low, high = ratios
         if self.model.used > high * self.model.capacity:
             self.model_expire()
@@ -853,6 +857,13 @@ class StoreMachine(RuleBasedStateMachine):
                 if position and total > max_bytes:
                     return keys[:position]
         return keys
+
+    def take_over_order(self) -> None:
+        """With any strategy but the least recently used, the core has to look before
+        anyone knows what leaves first."""
+        if self.eviction.name != "lru":
+            self.core.exists([])
+            self.keys_and_recency_agree()
 
     def model_fragmentation(self, before: int) -> None:
         """Let the model evict what the allocator's geometry cost: only the real one can
