@@ -3,6 +3,7 @@
 The server has an environment of its own, `infinistore.server.environment`.
 """
 
+import socket
 from collections.abc import Callable
 from random import Random
 from typing import Any, TypeAlias
@@ -31,5 +32,7 @@ class Environment:
     """What spreads the retries of clients that lost a server at the same time."""
     machine: Machine = attrs.field(factory=Machine)
     """What the server's pool is mapped and watched with, by shared memory."""
+    host_name: Callable[[], str] = socket.gethostname
+    """Returns the name of this machine, as the nodes of a cluster say theirs."""
     membership: Callable[[ClusterUrl], Membership] | None = None
     """What tells who is in a cluster; None for what its URL names."""

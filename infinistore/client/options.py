@@ -355,6 +355,14 @@ class Options:
         "asked for twice",
         group=CLUSTER,
     )
+    zone: str = declare(
+        _text("NAME"),
+        "",
+        "The zone that this client is in. Of the copies of a block, it reads those of its machine first, then those of "
+        "this zone, as --node-zone of the servers names it",
+        group=CLUSTER,
+        default_text="none",
+    )
     pool_bytes: int = declare(
         integer(1, None, "BYTES"),
         "268435456",

@@ -85,6 +85,9 @@ class StoreOptions(TypedDict, total=False):
         hedged_reads: Whether a read asks the other copies, if there are any, when a
             node is late. At most one key in twenty is asked for twice. With a cluster,
             or a server with shards only. Default: True.
+        zone: The zone that this client is in. Of the copies of a block, it reads those
+            of its machine first, then those of this zone, as --node-zone of the servers
+            names it. With a cluster, or a server with shards only. Default: none.
         pool_bytes: The size of the pool, in bytes. Embedded only. Default: 268435456
             (256 MiB).
         minimal_allocate_bytes: The unit of allocation, in bytes: a block takes a
@@ -131,6 +134,7 @@ class StoreOptions(TypedDict, total=False):
     staging_bytes: int
     lookup_deadline_s: float
     hedged_reads: bool
+    zone: str
     pool_bytes: int
     minimal_allocate_bytes: int
     allocator: str

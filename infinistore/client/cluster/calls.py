@@ -129,6 +129,12 @@ class CallInView:
         """How long it may still take."""
         return self.deadline - self.calls.clock()
 
+    def places(self, keys: Sequence[str]) -> list[Sequence[int]]:
+        """Return for each key the nodes that may have it, in the order of reading."""
+        if self.view.view.copies == 1:
+            return self.view.placement.places(keys)
+        return self.view.read_order.places(keys, self.calls.nodes.reads)
+
     async def ask(self, parts: Sequence[tuple[int, StoreRequest[Any]]], *, patiently: bool = False) -> list[Outcome]:
         """Send requests to nodes, named by their index, at the same time.
 

@@ -19,6 +19,7 @@ from infinistore.client.options import StoreUrl, parse_url
 from infinistore.client.requests import store_closed_error
 from infinistore.cluster.membership import Membership, Node, NodeState, View
 from infinistore.cluster.placement import Placement
+from infinistore.cluster.reading import Reader, ReadOrder
 from infinistore.errors import ConfigError
 from infinistore.host import FORKED, let_go_in_child
 from infinistore.protocol.messages import Exists, Keys
@@ -132,9 +133,10 @@ class NodeStore(Generic[_Store]):
 class ViewInUse(Generic[_Store]):
     """One view, who owns what in it, and the stores of its nodes by their index."""
 
-    def __init__(self, view: View, placement: Placement, nodes: list[NodeStore[_Store]]) -> None:
+    def __init__(self, view: View, placement: Placement, nodes: list[NodeStore[_Store]], reader: Reader) -> None:
         self.view = view
         self.placement = placement
+        self.read_order = ReadOrder(placement, reader)
         self.nodes = nodes
         self.calls = 0
         """How many calls use it."""
@@ -165,10 +167,16 @@ class Nodes(Generic[_Store]):
     """The nodes of a cluster. Any thread may use it.
 
     `make` makes the store for an address and the run of its server, empty for any.
+    `reader` says where the client is.
     """
 
-    def __init__(self, membership: Membership, make: Callable[[StoreUrl, str], _Store]) -> None:
+    def __init__(
+        self, membership: Membership, make: Callable[[StoreUrl, str], _Store], reader: Reader | None = None
+    ) -> None:
         self.membership = membership
+        self.reader = reader or Reader()
+        self.reads = 0
+        """How many reads have begun. In threads, a lost update is harmless."""
         self.closed = ""
         """Why nothing can be done any more; empty while it is open."""
         self._make = make
@@ -231,7 +239,7 @@ class Nodes(Generic[_Store]):
                 known = self._stores[run] = NodeStore(node, self._make)
             known.node = node
             nodes.append(known)
-        current = ViewInUse(view, Placement(view, None if former is None else former.placement), nodes)
+        current = ViewInUse(view, Placement(view, None if former is None else former.placement), nodes, self.reader)
         self._current = current
         if current.placement.lacks_numpy and not self._told_of_numpy:
             self._told_of_numpy = True

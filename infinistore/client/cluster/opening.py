@@ -24,6 +24,7 @@ from infinistore.client.movers.rdma import StoreRdma
 from infinistore.client.options import Options, StoreUrl
 from infinistore.cluster.locate import ClusterUrl, StaticPlace
 from infinistore.cluster.membership import Node
+from infinistore.cluster.reading import Reader
 from infinistore.errors import StoreUnavailable
 from infinistore.host import let_go_in_child
 from infinistore.protocol.messages import Shard
@@ -76,7 +77,8 @@ class ClusterStore:
             from infinistore.cluster_io.thread import open_membership  # late: etcd takes 20 ms to import
 
             membership = open_membership(url, options.token, options.tls)
-        self.calls = ClusterCalls(Nodes(membership, make_node), HANDLERS, options, self.clock)
+        reader = Reader(options.name, environment.host_name(), options.zone)
+        self.calls = ClusterCalls(Nodes(membership, make_node, reader), HANDLERS, options, self.clock)
 
     def close(self) -> None:
         """Close the stores of the nodes; their connections when the calls under way

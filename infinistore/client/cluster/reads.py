@@ -3,11 +3,15 @@ of the caller.
 
 Usually each key has one place. With copies, and while nodes join or leave, a key may be
 in several: the first one is asked first, and the next one for what is missing there or
-whose node is lost. What was found elsewhere than on a node that has just joined is
-copied there, in the background, from a later place of its key to the first one. No copy
-brings back a key that was deleted meanwhile, by a client with the same view: before it
-reads from another place, the call asks the first one for a mark, and the copy is put
-with it (`infinistore/core/deletions.py`). `writes.delete` tells the first place last.
+whose node is lost. `ReadOrder` says which is the first. A node that usually takes twice
+as long as the other copy comes second, except for one read in sixteen, by which it is
+noticed when the node recovers.
+
+What was found elsewhere than on a node that has just joined is copied there, in the
+background, from a later place of its key to the first one. No copy brings back a key
+that was deleted meanwhile, by a client with the same view: before it reads from another
+place, the call asks the first one for a mark, and the copy is put with it
+(`infinistore/core/deletions.py`). `writes.delete` tells the first place last.
 
 When a node is late, the other copies of its blocks are asked, too: the read is hedged.
 The first answer that has everything wins ("The Tail at Scale", Dean and Barroso, 2013).
@@ -51,6 +55,10 @@ _LEAST_S: Final = 0.002
 """Nothing is late before that: a busy process wakes up about as late."""
 _PATIENCE: Final = 2
 """How many of the other copy's usual answers a late node is waited for at least."""
+_SLOWER: Final = 2
+"""How many times as long as the other copy a node takes if that is asked instead."""
+_READS_A_TRY: Final = 16
+"""One in so many reads goes to the slower node."""
 
 
 class Hedge:
@@ -204,7 +212,7 @@ async def _found_in_places(call: CallInView, request: KeyedRequest[_T], absent: 
     if isinstance(request, GetInto | GetToDevice) and request.all_or_nothing:
         # What is missing in one place may be in another; then all others are wanted.
         request = attrs.evolve(request, all_or_nothing=False)  # type: ignore[assignment]
-    places = call.view.placement.places(keys)
+    places = _places_to_read(call, request)
     found: list[Any] = [absent] * len(keys)
     lost: set[int] = set()
     silent: set[int] = set()
@@ -244,6 +252,25 @@ async def _found_in_places(call: CallInView, request: KeyedRequest[_T], absent: 
     return found
 
 
+def _places_to_read(call: CallInView, request: KeyedRequest[Any] | Lease) -> list[Sequence[int]]:
+    """Return the places of the keys of a request that reads, and count it."""
+    nodes = call.calls.nodes
+    nodes.reads += 1
+    places = call.places(request.keys)
+    if call.view.view.copies == 1 or nodes.reads % _READS_A_TRY == 0:
+        return places
+    for index, positions in _first_parts(places):
+        kind, count = type(request), len(positions)
+        usual_s = call.view.nodes[index].answers.usual_s(kind, count)
+        if usual_s > _LEAST_S:  # below that, what differs is how long others kept the processor
+            for position in positions:
+                other, *later = places[position][1:] or [index]
+                other_s = call.view.nodes[other].answers.usual_s(kind, count)
+                if 0 < other_s * _SLOWER < usual_s and call.view.read_order.may_swap(places[position]):
+                    places[position] = other, index, *later
+    return places
+
+
 def _note_failed(
     call: CallInView,
     part: tuple[int, Sequence[int]],
@@ -277,6 +304,11 @@ def _by_place(
         else:
             parts.setdefault(index, []).append(position)
     return list(parts.items())
+
+
+def _first_parts(places: Sequence[Sequence[int]]) -> list[tuple[int, Sequence[int]]]:
+    """Return the first places, each with the positions of its keys."""
+    return _by_place(places, [position for position, place in enumerate(places) if place], 0, (), set())
 
 
 async def _marks(call: CallInView, request: KeyedRequest[Any], indices: Iterable[int]) -> dict[int, int]:
@@ -358,7 +390,7 @@ def _copies_that_end(batch: Batch, times_us: Sequence[int | None], mark: int) ->
 
 async def present_anywhere(call: CallInView, keys: Sequence[str]) -> list[int]:
     """Return for each key the first of its places that has it, -1 if none has."""
-    places = call.view.placement.places(keys)
+    places = call.places(keys)
     parts = [
         part
         for rank in range(max(map(len, places), default=0))
@@ -388,8 +420,8 @@ async def lease(call: CallInView, request: Lease) -> Leased:
     if view.has_one_place:
         parts = view.parts(request.keys)
     else:
-        places = view.placement.places(request.keys)
-        parts = _by_place(places, [position for position, place in enumerate(places) if place], 0, (), set())
+        places = _places_to_read(call, request)
+        parts = _first_parts(places)
     leased: list[tuple[Sequence[int], Leased]] = []
     there: set[int] = set()
     lost: set[int] = set()
@@ -480,8 +512,9 @@ async def _hold_less(call: CallInView, held: dict[int, Matched], wanted: dict[in
 
 
 async def prefetch(call: CallInView, request: Prefetch) -> Prefetched:
-    """Have all owners begin to read blocks from disk."""
-    parts = call.view.parts(request.keys)
+    """Have all owners, or the copies that are read, begin to read blocks from disk."""
+    view = call.view
+    parts = view.parts(request.keys) if view.has_one_place else _first_parts(call.places(request.keys))
     outcomes = await _ask_or_release(call, parts_of(request, parts))
     reading = skipped = 0
     tokens: dict[int, str] = {}
