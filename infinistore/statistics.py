@@ -13,6 +13,7 @@ import heapq
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from itertools import chain, zip_longest
+from statistics import fmean
 from typing import Any, Final, Literal, TypeAlias, TypeVar
 
 import attrs
@@ -282,6 +283,24 @@ class StoreStatistics:
     """The part of `pinned_bytes` that they take."""
     expired: int = attrs.field(
         default=0, kw_only=True, metadata=counter("expired_keys", "Keys whose time to live was over")
+    )
+    wanted_capacity_bytes: int = attrs.field(
+        default=0,
+        kw_only=True,
+        metadata=gauge(
+            "pool_wanted_bytes",
+            "Size of a pool that would have had nine tenths of the blocks that came again after they had been evicted",
+        ),
+    )
+    """The present size if there were none lately. It is at most eight times that."""
+    avoidable_puts: float = attrs.field(
+        default=0.0,
+        kw_only=True,
+        metadata=gauge(
+            "avoidable_puts_ratio",
+            "The part of the blocks put lately that a pool of pool_wanted_bytes would have had",
+            merge=fmean,
+        ),
     )
 
 

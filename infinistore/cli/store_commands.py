@@ -359,6 +359,8 @@ _WIDTH: Final = 80
 _HEADING: Final = 10
 _SHOWN: Final = 6
 """How many kinds of requests, of clients, and of nodes the screen has."""
+_WORTH_TELLING: Final = 0.01
+"""From which part of the puts on the screen has what a larger pool is worth."""
 
 
 def _print_group(heading: str, parts: Iterable[str]) -> None:
@@ -414,6 +416,9 @@ def _of_store(store: "StoreStatistics") -> Iterator[tuple[str, list[str]]]:
         pool.append(f"{count(store.protected_keys)} protected keys with {size(store.protected_bytes)}")
     if store.quarantined_bytes:
         pool.append(f"{size(store.quarantined_bytes)} in quarantine")
+    if store.avoidable_puts >= _WORTH_TELLING:
+        part = percent_of(store.avoidable_puts, 1)
+        pool.append(f"{size(store.wanted_capacity_bytes)} would have had {part} of the blocks put lately")
     yield "pool", pool
     reads = store.hits + store.misses
     evicted = {cause.replace("_", " "): number for cause, number in attrs.asdict(store.evicted).items() if number}

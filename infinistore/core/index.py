@@ -113,7 +113,7 @@ class Index:
         self._entries: OrderedDict[str, Entry] = OrderedDict()
         self._sample = KeySample(self._entries)
         self.reuse = Reuse(self._entries, self.sample)
-        """How soon keys are used again, if the strategy follows that."""
+        """How soon keys are used again."""
         self._eviction = eviction(self._entries, self.reuse)
 
     def __len__(self) -> int:
@@ -163,8 +163,7 @@ class Index:
 
     def coldest(self, count: int) -> list[str]:
         """Return up to so many keys for eviction, the coldest first."""
-        if self._eviction.follows_reuse:
-            self.reuse.evicting(next(map(length_of, self._entries.values()), 1))
+        self.reuse.evicting(next(map(length_of, self._entries.values()), 1))
         return list(islice(self._entries, count))
 
     def pass_over(self, keys: Sequence[str]) -> None:

@@ -819,6 +819,8 @@ class StoreCore:
             deleted=self.removals.deleted,
             checksum_drops=self.removals.checksum_drops,
             evicted=EvictionStatistics(**self.space.evicted),
+            wanted_capacity_bytes=round(index.reuse.wanted.pools * self.pool.capacity_bytes),
+            avoidable_puts=index.reuse.wanted.avoidable,
             allocator=self.pool.statistics(),
         )
 

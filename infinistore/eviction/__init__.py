@@ -2,6 +2,6 @@
 
 from infinistore.eviction.base import Eviction
 from infinistore.eviction.registry import ENTRY_POINT_GROUP, eviction_class, eviction_names
-from infinistore.eviction.reuse import Reuse
+from infinistore.eviction.reuse import Reuse, WantedPool
 
-__all__ = ["ENTRY_POINT_GROUP", "Eviction", "Reuse", "eviction_class", "eviction_names"]
+__all__ = ["ENTRY_POINT_GROUP", "Eviction", "Reuse", "WantedPool", "eviction_class", "eviction_names"]

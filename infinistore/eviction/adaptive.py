@@ -41,7 +41,6 @@ class Adaptive(Eviction):
     """Least recently used first; new keys pass through where that thrashes."""
 
     name: ClassVar[str] = "adaptive"
-    follows_reuse: ClassVar[bool] = True
 
     def __init__(self, order: OrderedDict[str, Any], reuse: Reuse) -> None:
         super().__init__(order, reuse)

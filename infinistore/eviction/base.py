@@ -36,18 +36,13 @@ class Eviction:
     name: ClassVar[str]
     """The name for `--eviction`."""
 
-    follows_reuse: ClassVar[bool] = False
-    """Whether the strategy reads the figures of `Reuse`. They make a put to a full pool
-    a little slower."""
-
     def __init__(self, order: OrderedDict[str, Any], reuse: Reuse) -> None:
         self.order = order
         """All keys of the store, coldest first, and something for each of them. Keys
         leave it without notice: by eviction, deletion, or because their time is
         over."""
         self.reuse = reuse
-        """How soon keys are used again. It has figures while the store evicts, for a
-        strategy that `follows_reuse`."""
+        """How soon keys are used again. It has figures while the store evicts."""
 
     def insert(self, keys: Sequence[str], entries: Sequence[Any]) -> None:
         """Add keys to the order, each once, with their entries. A key that is there

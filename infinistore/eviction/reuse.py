@@ -25,9 +25,9 @@ from collections import deque
 from collections.abc import Callable, Container, Mapping, Sequence
 from itertools import islice
 from random import Random
-from typing import Any, Final
+from typing import Any, Final, NamedTuple
 
-__all__ = ["Reuse"]
+__all__ = ["Reuse", "WantedPool"]
 
 SAMPLED_KEYS: Final = 512
 """About how many of the keys in the pool are in the sample."""
@@ -43,6 +43,19 @@ _SLOTS: Final = 16
 """Slots of a turn."""
 _MOST_SLOTS: Final = 64 * _SLOTS
 """So many are kept at most."""
+_MOST = 0.9
+_FEW = 8
+"""Fewer sampled keys that were put again tell nothing."""
+
+
+class WantedPool(NamedTuple):
+    """A pool that would have had nine tenths of the blocks that were put again after
+    they had been evicted, as far as `MOST_POOLS` of the present one would."""
+
+    pools: float = 1.0
+    """Its size in present pools; 1 if there were no such blocks."""
+    avoidable: float = 0.0
+    """The part of the blocks put lately that it would have had."""
 
 
 class Reuse:
@@ -56,7 +69,12 @@ class Reuse:
         """The sampled keys, with the number of the slot of the last use of each. Empty
         unless the store evicts."""
         self.on_turn: Callable[[], bool] = bool
-        """Called at the end of each turn; returns whether to begin another trial."""
+        """Called at the end of each turn; returns whether to begin another trial. It
+        is the strategy's."""
+        self.on_wanted: Callable[[WantedPool], object] = bool
+        """Called at the end of each turn with `wanted`. It is the server's."""
+        self.wanted = WantedPool()
+        """The pool that would have been better until the end of the last turn."""
         self.pool_keys = 0
         """How many keys the pool had when the turn began; 0 while the store does not
         evict. Only then `put` need not be called."""
@@ -169,6 +187,8 @@ class Reuse:
 
     def _turn(self) -> None:
         self.turns += 1
+        self.wanted = self._wanted()
+        self.on_wanted(self.wanted)
         trial_is_over = self.on_turn() or self.turns == MOST_POOLS
         self._idle_turns = 0 if self._evicted else self._idle_turns + 1
         if self._idle_turns == MOST_POOLS:
@@ -180,6 +200,16 @@ class Reuse:
         self._begin_turn()
         if trial_is_over:
             self._begin_trial()
+
+    def _wanted(self) -> WantedPool:
+        again = sum(self.asked_again)
+        had = 0.0
+        for parts, count in enumerate(self.asked_again if again >= _FEW * self.step else (), 1):
+            had += count
+            if had >= _MOST * again:
+                # Some were evicted sooner than others that were used before them.
+                return WantedPool(max(parts, PARTS + 1) / PARTS, min(1.0, had / self.puts))
+        return WantedPool()
 
     def _forget_old(self) -> None:
         """Forget the keys that were used too long ago."""
@@ -213,3 +243,4 @@ class Reuse:
         self._in_slots = deque([0])
         self.asked_again = [0.0] * len(self.asked_again)
         self.puts = 0.0
+        self.wanted = WantedPool()

@@ -42,7 +42,7 @@ from infinistore.server.connection import SessionLimits
 from infinistore.server.disk import JOBS_END_S, DiskService, ServerDisks, make_journal
 from infinistore.server.environment import Environment
 from infinistore.server.listeners import Listeners, ServerAddresses, open_listeners
-from infinistore.server.maintenance import PoolGrowth, evict_periodically
+from infinistore.server.maintenance import PoolGrowth, SizeAdvice, evict_periodically
 from infinistore.server.management.http import HttpLimits, serve_http
 from infinistore.server.movers.base import Mover
 from infinistore.server.movers.composed import make_movers, make_movers_of_others
@@ -440,6 +440,7 @@ def compose_server(
 ) -> Server:
     """Put a server together from its parts. `shards` are those that it is one of."""
     growth = _make_growth(config, core, environment, movers)
+    SizeAdvice(core)
     hello = HelloReply(
         instance=f"{environment.random.getrandbits(128):032x}",
         server_version=__version__,

@@ -17,10 +17,13 @@ from infinistore.answers import evict_in_steps
 from infinistore.core.arena import Arena, create_arena
 from infinistore.core.store import StoreCore
 from infinistore.errors import ConfigError, OutOfMemory
+from infinistore.eviction.reuse import WantedPool
 from infinistore.host import NO_THREAD
 from infinistore.server.disk import settle
 
 _log = logging.getLogger("infinistore.server")
+_MUCH = 0.1
+"""The part of all puts that is worth a larger pool."""
 
 
 async def evict_periodically(core: StoreCore, interval_s: float, low: float, high: float) -> None:
@@ -31,6 +34,34 @@ async def evict_periodically(core: StoreCore, interval_s: float, low: float, hig
         evicted = await settle(evict_in_steps(core, low, high, "periodic"))
         if evicted:
             _log.info("evicted periodically", extra={"blocks": evicted})
+
+
+class SizeAdvice:
+    """Says in the log what a larger pool would have been worth, once: and again after
+    it would have been worth half as much.
+    """
+
+    def __init__(self, core: StoreCore) -> None:
+        self._core = core
+        self._told = False
+        core.index.reuse.on_wanted = self.tell
+
+    def tell(self, wanted: WantedPool) -> None:
+        """Take what the store found out."""
+        if wanted.avoidable < _MUCH / 2:
+            self._told = False
+        if wanted.avoidable < _MUCH or self._told:
+            return
+        self._told = True
+        capacity_bytes = self._core.pool.capacity_bytes
+        _log.warning(
+            "a larger pool would have had blocks that were evicted and put again",
+            extra={
+                "capacity_bytes": capacity_bytes,
+                "wanted_bytes": round(wanted.pools * capacity_bytes),
+                "percent_of_puts": round(100 * wanted.avoidable),
+            },
+        )
 
 
 class PoolGrowth:

@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import socket
 import subprocess
 import sys
@@ -14,6 +15,7 @@ import pytest
 from infinistore import blocking
 from tests.cli.conftest import Run, StartProcess, StartServer
 from tests.cli.in_process import ServerHere
+from tests.eviction.pools import turns
 from tests.ports import own_ports
 from tests.transports.certificates import issue
 
@@ -147,6 +149,16 @@ def test_stat_names_disks_only_of_a_store_that_has_some(
         shown = " ".join(_ok(command("stat", url=own.url)).decode().split())
     assert f"disk {folder}, recovering, " in shown or f"disk {folder}, healthy, " in shown
     assert "0 B wait to be written" in shown
+
+
+def test_stat_says_how_large_a_pool_would_be_better(running_server: StartServer, command: Run) -> None:
+    with running_server("--prealloc-size", "16MiB", "--minimal-allocate-size", "16KiB") as own:
+        assert b"would have had" not in _ok(command("stat", url=own.url))
+        with blocking.open_store(own.url) as store:
+            for keys in turns(96, 6):  # one and a half pools
+                store.put_many([(key, bytes(16 * 1024)) for key in keys])
+        shown = " ".join(_ok(command("stat", url=own.url)).decode().split())
+    assert re.search(r", 2[4-8]\.\d MiB would have had [\d.]+ % of the blocks put lately", shown)
 
 
 def test_a_file_that_does_not_fit_exits_with_5(store: Run, tmp_path: Path) -> None:
