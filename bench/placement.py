@@ -2,21 +2,26 @@
 
 `python bench/placement.py` prints three tables: routing and the making of tables;
 usable prefixes, balance and nodes asked in a simulation of conversations; and the keys
-that move when a node joins. The simulation is the same in every run.
+that move when a node joins. With `--trace FILE`, requests in Mooncake's format, it
+prints one: how evenly nodes are read, with and without caches of the engines' own. The
+simulations are the same in every run.
 """
 
 import argparse
 import platform
 import random
 import time
-from collections import Counter
-from collections.abc import Callable, Sequence
+from collections import Counter, OrderedDict
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
+from pathlib import Path
 
 from xxhash import xxh3_64_hexdigest
 
 from infinistore.cluster.membership import Node, View
 from infinistore.cluster.placement import Placement
+from infinistore.cluster.reading import Reader, ReadOrder
+from infinistore.traces import TRACE_BLOCK_TOKENS, read_trace
 
 CONVERSATIONS = 2_000
 MOST_BLOCKS = 4_096
@@ -24,8 +29,13 @@ BLOCKS_A_PROMPT = 128
 """Of a beginning that conversations share, such as a system prompt."""
 
 
-def view_of(nodes: int) -> View:
-    return View(0, tuple(Node(f"node-{number:05}", f"infinistore://h{number}:22345") for number in range(nodes)))
+ENGINES = 16
+GROUP_TOKENS = 1_024
+
+
+def view_of(nodes: int, copies: int = 1) -> View:
+    named = (Node(f"node-{number:05}", f"infinistore://h{number}:22345") for number in range(nodes))
+    return View(0, tuple(named), copies)
 
 
 def best_ms(call: Callable[[], object], *, times: int = 200) -> float:
@@ -154,8 +164,64 @@ def movement() -> None:
         )
 
 
+def reads(requests: Sequence[Sequence[str]], own_groups: int) -> Iterator[tuple[int, list[str]]]:
+    """The engine of each request, chosen at random, and the groups that it reads from
+    the store: those after what its own cache has of the beginning, as far as any
+    engine had them before.
+    """
+    dice = random.Random(2)
+    own: list[OrderedDict[str, None]] = [OrderedDict() for _ in range(ENGINES)]
+    stored: set[str] = set()
+    for groups in requests:
+        engine = dice.randrange(ENGINES)
+        cache = own[engine]
+        had = next((place for place, one in enumerate(groups) if one not in cache), len(groups))
+        there = next((place for place, one in enumerate(groups) if one not in stored), len(groups))
+        yield engine, list(groups[had:there])
+        for one in reversed(groups):
+            cache[one] = None
+            cache.move_to_end(one)
+        while len(cache) > own_groups:
+            cache.popitem(last=False)
+        stored.update(groups)
+
+
+def hot_groups(trace: Path) -> None:
+    requests = [
+        [f"{{{one}}}" for one in request.blocks[:: GROUP_TOKENS // TRACE_BLOCK_TOKENS]]
+        for request in read_trace(trace.open())
+    ]
+    print(f"{trace.name}: {len(requests):,} requests to {ENGINES} engines; reads, max/mean over the nodes")
+    header(["own cache of an engine", "hottest group", "nodes", "owners only", "2 copies, in turns"])
+    for own_groups in (0, 300):
+        read = list(reads(requests, own_groups))
+        count = Counter(group for _, groups in read for group in groups)
+        hottest = max(count.values()) / count.total()
+        for nodes in (8, 100):
+            ratios = []
+            for copies in (1, 2):
+                placement = Placement(view_of(nodes, copies))
+                orders = [ReadOrder(placement, Reader(f"engine {engine}")) for engine in range(ENGINES)]
+                turns = [0] * ENGINES
+                load: Counter[int] = Counter()
+                for engine, groups in read:
+                    turns[engine] += 1
+                    load.update(places[0] for places in orders[engine].places(groups, turns[engine]))
+                ratios.append(max(load.values()) * nodes / load.total())
+            print(
+                f"| {own_groups * GROUP_TOKENS:,} tokens | {hottest:.2%} | {nodes} | "
+                + " | ".join(f"{ratio:.2f}" for ratio in ratios)
+                + " |"
+            )
+
+
 def main() -> None:
-    argparse.ArgumentParser(description=__doc__).parse_args()
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--trace", type=Path, metavar="FILE", help="requests in Mooncake's format")
+    trace: Path | None = parser.parse_args().trace
+    if trace is not None:
+        hot_groups(trace)
+        return
     print(f"CPython {platform.python_version()}")
     routing()
     prefixes()

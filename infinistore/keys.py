@@ -118,3 +118,14 @@ def _find_long(joined: AnyStr, separator: AnyStr, max_length: int) -> int:
             return start
         start = end + 1
     return -1
+
+
+def hash_tag(key: str) -> str:
+    """Return the text in the first `{...}` of a key; the key if there is none. Keys
+    with one tag are a group, which one node of a cluster owns."""
+    start = key.find("{")
+    if start >= 0:
+        end = key.find("}", start)
+        if end > start + 1:
+            return key[start + 1 : end]
+    return key

@@ -293,6 +293,16 @@ class StoreStatistics:
         ),
     )
     """The present size if there were none lately. It is at most eight times that."""
+    hottest_group_share: float = attrs.field(
+        default=0.0,
+        kw_only=True,
+        metadata=gauge(
+            "hottest_group_ratio",
+            "The part of the blocks read lately, at least, that belong to the group of keys that is read most",
+            merge=max,
+        ),
+    )
+    """A group is the keys with one hash tag. It is a sample of one block in 64."""
     avoidable_puts: float = attrs.field(
         default=0.0,
         kw_only=True,

@@ -17,6 +17,7 @@ from xxhash import xxh3_64_intdigest
 
 from infinistore.cluster.membership import Node, NodeState, View
 from infinistore.errors import StoreUnavailable
+from infinistore.keys import hash_tag
 
 _WORD: Final = (1 << 64) - 1
 _STEP: Final = 0x9E3779B97F4A7C15  # this and the next two are splitmix64's
@@ -196,16 +197,6 @@ _MOST_WITHOUT_NUMPY: Final = 30
 1,000 keys take 7 ms a node."""
 _SLOT_BITS: Final = SLOTS - 1
 _NO_KEY: Final = "\0"  # keys have no NUL, so that none begins with it
-
-
-def hash_tag(key: str) -> str:
-    """Return the text in the first `{...}` of a key; the key if there is none."""
-    start = key.find("{")
-    if start >= 0:
-        end = key.find("}", start)
-        if end > start + 1:
-            return key[start + 1 : end]
-    return key
 
 
 def slot_of(key: str) -> int:

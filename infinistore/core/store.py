@@ -41,6 +41,7 @@ from infinistore.allocators.base import Extent
 from infinistore.core.arena import Arena
 from infinistore.core.clients import Client, Hazard, Lease, Reservation, read_of
 from infinistore.core.deletions import Deletions
+from infinistore.core.hot_groups import HotGroups
 from infinistore.core.index import Entry, Index, first_keys, leading_within, length_of
 from infinistore.core.journal import Journal
 from infinistore.core.limits import CoreLimits, Watermarks
@@ -192,6 +193,7 @@ class StoreCore:
         self.unverified: Unverified | None = None
         """Blocks of an earlier process that nobody has hashed since; None if there are
         none."""
+        self.hot_groups = HotGroups()
         self.hits = 0
         """Keys that a lease found, or a client without a request."""
         self.hit_bytes = 0
@@ -594,11 +596,9 @@ class StoreCore:
         client.leased_bytes += footprint_bytes
         client.leases[lease] = None
         if client.counted:
-            self.hits += len(pinned)
             self.misses += len(keys) - len(pinned)
-            self.hit_bytes += sum(lengths)
-            if self._reads is not None and pinned:
-                self._reads.append("read", found, pinned)
+            if pinned:
+                self._count_read(found, pinned, len(pinned), sum(lengths))
         return lease
 
     def find_one(self, client: Client, key: str) -> Entry | None:
@@ -624,10 +624,7 @@ class StoreCore:
         if entry is None:
             self.misses += 1
             return
-        self.hits += 1
-        self.hit_bytes += length_of(entry)
-        if self._reads is not None:
-            self._reads.append("read", (key,), (entry,))
+        self._count_read((key,), (entry,), 1, length_of(entry))
 
     def release(self, lease: Lease) -> None:
         """End a lease; idempotent. Its views must not be used any more."""
@@ -652,11 +649,20 @@ class StoreCore:
         if not read:
             return 0
         read_bytes = sum(map(length_of, used))
-        self.hits += len(used)
-        self.hit_bytes += read_bytes
-        if self._reads is not None and used:
-            self._reads.append("read", keys, ())
+        if used:
+            self._count_read(keys, (), len(used), read_bytes)
         return read_bytes
+
+    def _count_read(self, keys: Sequence[str], entries: Sequence[Entry], count: int, read_bytes: int) -> None:
+        """Count a read of so many blocks of these keys."""
+        self.hits += count
+        self.hit_bytes += read_bytes
+        groups = self.hot_groups
+        groups.left -= count
+        if groups.left < 0:
+            groups.sample(keys)
+        if self._reads is not None:
+            self._reads.append("read", keys, entries)
 
     def exists(self, keys: Sequence[str]) -> bytes:
         """Return one byte per key: 1 if it exists. LimitExceeded: too many."""
@@ -820,6 +826,7 @@ class StoreCore:
             checksum_drops=self.removals.checksum_drops,
             evicted=EvictionStatistics(**self.space.evicted),
             wanted_capacity_bytes=round(index.reuse.wanted.pools * self.pool.capacity_bytes),
+            hottest_group_share=self.hot_groups.share(),
             avoidable_puts=index.reuse.wanted.avoidable,
             allocator=self.pool.statistics(),
         )

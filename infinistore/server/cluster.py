@@ -35,7 +35,7 @@ from infinistore.cluster.etcd.layout import Layout
 from infinistore.cluster.etcd.registration import Registration
 from infinistore.cluster.locate import EtcdPlace, FilePlace, StaticPlace, parse_cluster_url
 from infinistore.cluster.membership import Listener, Node, NodeState, StaticMembership, View
-from infinistore.cluster.placement import Placement, hash_tag
+from infinistore.cluster.placement import Placement
 from infinistore.cluster_io.etcd import EtcdConnections, FlowRunner
 from infinistore.cluster_io.memberships import RunningMembership, make_membership, make_session
 from infinistore.cluster_io.probing import ClusterEnvironment, Token, instance_asker
@@ -53,6 +53,7 @@ from infinistore.errors import (
     PermissionDenied,
 )
 from infinistore.kept_errors import KeptError
+from infinistore.keys import hash_tag
 from infinistore.protocol.versions import MINOR
 from infinistore.secret_files import read_token
 from infinistore.server.environment import Environment

@@ -14,8 +14,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from infinistore.cluster.membership import Node, NodeState, View
-from infinistore.cluster.placement import PLACEMENT_VERSION, SLOTS, Placement, hash_tag, slot_of
+from infinistore.cluster.placement import PLACEMENT_VERSION, SLOTS, Placement, slot_of
 from infinistore.errors import StoreUnavailable
+from infinistore.keys import hash_tag
 
 KEYS = [f"key {number}" for number in range(400)]
 

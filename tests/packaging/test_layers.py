@@ -60,7 +60,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     # Decisions; a router or a connector measures and acts.
     "scheduling": {"errors", "named_classes"},
     # Decisions; what asks etcd and reads files lies above.
-    "cluster": {"addresses", "errors", "settings", "sizes"},
+    "cluster": {"addresses", "errors", "keys", "settings", "sizes"},
     # protocol, transports: a node is asked who it is.
     "cluster_io": {"addresses", "errors", "host", "secret_files", "cluster", "protocol", "transports"},
     # client, cluster_io, disk, disk_io: imported late, for a cluster or a disk. A node

@@ -13,6 +13,7 @@ REASONS: dict[str, str] = {
     "infinistore.allocators.registry": "an extension point: allocators of other packages are found here",
     "infinistore.client.connection.circuit_breaker": "a subject of its own, with a model of its own",
     "infinistore.client.connection.tls": "imported late: few clients need ssl",
+    "infinistore.core.hot_groups": "a subject of its own: it counts reads, and knows no block",
     "infinistore.eviction.registry": "an extension point: strategies of other packages are found here",
     "infinistore.tensors.blocks": "stands on transfers and on what is generated from it",
     "infinistore.tensors.transfers": "blocking_transfers.py is generated from it",
