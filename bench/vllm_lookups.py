@@ -51,6 +51,7 @@ class Prompt:
     num_prompt_tokens: int
     num_computed_tokens: int = 0
     priority: int = 0
+    kv_transfer_params: None = None
 
 
 class Model:

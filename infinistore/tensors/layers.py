@@ -416,8 +416,9 @@ class Ticket(Job):
     The blocks' part of the tensor must not change until the ticket is `done`.
     """
 
-    def __init__(self, writer: "LayerWriter", transfer: Transfer) -> None:
+    def __init__(self, writer: "LayerWriter", transfer: Transfer, ttl_s: float | None) -> None:
         super().__init__(transfer.blocks.total_bytes)
+        self.ttl_s = ttl_s
         self.dropped = False
         self.transfer: Transfer | None = transfer
         self._writer = writer
@@ -458,7 +459,8 @@ class LayerWriter:
         linger_s: how long less than 4 MiB wait for further writes to share a put, in
             seconds. The cost of a put to the computation hardly depends on its size.
             Waiting for a write ends the delay.
-        ttl_s: the blocks end after so many seconds, as of `put`; None: not at all.
+        ttl_s: the blocks end after so many seconds, as of `put`, unless `write` says
+            otherwise; None: not at all.
     """
 
     def __init__(
@@ -490,7 +492,7 @@ class LayerWriter:
             deadline_s=deadline_s,
             nice=nice,
             linger_s=linger_s,
-            belongs=_no_key_twice,
+            belongs=_fits,
             failed=self._failed,
         )
 
@@ -513,11 +515,14 @@ class LayerWriter:
         self._queue.close(drain=True)
         self._report()
 
-    def write(self, tensor: "torch.Tensor", blocks: Blocks, block_size_bytes: int) -> Ticket:
+    def write(
+        self, tensor: "torch.Tensor", blocks: Blocks, block_size_bytes: int, *, ttl_s: float | None = None
+    ) -> Ticket:
         """Store blocks of a tensor in the background. Returns at once.
 
-        The arguments are those of `write_blocks`. The blocks' part of the tensor must
-        not change until the ticket is done. The writer keeps the tensor alive.
+        The arguments are those of `write_blocks`; `ttl_s` takes precedence over that of
+        the writer. The blocks' part of the tensor must not change until the ticket is
+        done. The writer keeps the tensor alive.
 
         Raises:
             DeadlineExceeded: the writer was full for `deadline_s`. Nothing of this
@@ -529,7 +534,8 @@ class LayerWriter:
                 continue.
         """
         self._report()
-        ticket = Ticket(self, make_transfer(self._store, blocks_to_write(tensor, blocks, block_size_bytes)))
+        transfer = make_transfer(self._store, blocks_to_write(tensor, blocks, block_size_bytes))
+        ticket = Ticket(self, transfer, self._ttl_s if ttl_s is None else ttl_s)
         if not self._queue.submit(ticket, wait=self._block):
             ticket.dropped = ticket.done = True
             ticket.transfer = None
@@ -577,7 +583,7 @@ class LayerWriter:
 
     def _store_batch(self, tickets: list[Ticket]) -> None:
         transfers = [ticket.transfer for ticket in tickets if ticket.transfer is not None]
-        put_blocks(self._store, transfers, self._queue.staging, self._ttl_s)
+        put_blocks(self._store, transfers, self._queue.staging, tickets[0].ttl_s)
         self._puts += 1
         for ticket in tickets:
             ticket.transfer = None  # the tensor may go
@@ -592,8 +598,12 @@ class LayerWriter:
             self._unreported = self._unreported or failure
 
 
-def _no_key_twice(batch: list[Ticket], ticket: Ticket) -> bool:
-    """A put has each key once. A later write of the same key is put later, and wins."""
+def _fits(batch: list[Ticket], ticket: Ticket) -> bool:
+    """A put has one time, and each key once. A later write of the same key is put
+    later, and wins."""
     assert ticket.transfer is not None
     keys = set(ticket.transfer.blocks.keys)
-    return all(other.transfer is None or keys.isdisjoint(other.transfer.blocks.keys) for other in batch)
+    return all(
+        other.ttl_s == ticket.ttl_s and (other.transfer is None or keys.isdisjoint(other.transfer.blocks.keys))
+        for other in batch
+    )

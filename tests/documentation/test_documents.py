@@ -15,7 +15,7 @@ from infinistore.cli.files import MAGIC, parse_manifest
 from infinistore.cluster.documents import read_file
 from infinistore.config import load_server_config
 from infinistore.integrations.vllm.scheduler import read_prompts
-from infinistore.integrations.vllm.settings import ConnectorSettings
+from infinistore.integrations.vllm.settings import ConnectorSettings, RequestSettings
 from infinistore.scheduling import POLICY_ENTRY_POINT_GROUP
 from infinistore.transports.registry import ENTRY_POINT_GROUP as TRANSPORTS
 from tests.documentation.blocks import PROJECT, Block, blocks
@@ -67,6 +67,10 @@ def prompts(text: str, folder: Path) -> None:
     assert read_prompts(str(folder / "prompts.json"), lambda words: [len(words)]) == [[47], [151644, 8948, 198]]
 
 
+def request(text: str, _: Path) -> None:
+    assert RequestSettings.of(json.loads(text)["kv_transfer_params"]) == RequestSettings(save=False)
+
+
 def scrape(text: str, _: Path) -> None:
     """As the job of deploy/container, which a test compares with the alerts."""
     (job,) = yaml.safe_load(text)["scrape_configs"]
@@ -97,6 +101,7 @@ READERS = {
     ("docs/vllm-scale.md", "MultiConnector"): connector,
     ("docs/vllm-scale.md", "events_dump_endpoint"): connector,
     ("docs/vllm.md", "<|im_start|>"): prompts,
+    ("docs/vllm.md", "kv_transfer_params"): request,
 }
 """What reads a document: its page, and what only it has there."""
 DOCUMENTS = blocks("json", "yaml", "toml")

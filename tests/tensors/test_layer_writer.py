@@ -92,6 +92,19 @@ def test_what_waits_goes_in_one_put(gated: GatedStore) -> None:
     assert all(stored_layer(gated.inner, number) == layer_bytes(number) for number in range(10))
 
 
+def test_writes_that_end_at_different_times_go_in_different_puts(gated: GatedStore) -> None:
+    layer = random_bytes(LAYER_BYTES, seed=1)
+    with LayerWriter(gated, ttl_s=3600.0) as writer:
+        occupy(writer, gated)
+        times = {"a": None, "b": 1e-6, "c": 60.0, "d": 60.0}
+        for key, ttl_s in times.items():
+            writer.write(layer, [(key, 0)], LAYER_BYTES, ttl_s=ttl_s)
+        gated.gate.set()
+        writer.flush()
+        assert gated.begun == 4
+    assert gated.inner.exists_many(times) == [True, False, True, True]
+
+
 def test_a_small_write_waits_for_others_until_somebody_waits_for_it(gated: GatedStore) -> None:
     gated.gate.set()
     with LayerWriter(gated, linger_s=3600) as writer:

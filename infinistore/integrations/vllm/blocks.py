@@ -217,6 +217,8 @@ class Save:
     blocks: Blocks
     number: int = 0
     """If it is not 0, workers say when they have written them."""
+    ttl_s: float | None = None
+    """How long after that they end; None: as the connector's settings say."""
 
 
 @attrs.frozen

@@ -241,9 +241,9 @@ class InfiniStoreConnector(KVConnectorBase_V1, SupportsHMA):
                 self._untold = {get_pp_group().rank_in_group: self._own_layers()}
 
     def _pins(self, record: Record) -> Pins | None:
-        """Return the pins, if the settings ask for any."""
+        """Return the pins; none if nothing is stored."""
         settings = self._settings
-        if not self._layout.groups or (not settings.pin_prompts_file and settings.pin_priority is None):
+        if not self._layout.groups:
             return None
         prompts = read_prompts(settings.pin_prompts_file, self._tokenize) if settings.pin_prompts_file else ()
         return Pins(

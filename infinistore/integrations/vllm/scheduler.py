@@ -18,14 +18,14 @@ before some places in a prompt are stored: the multiples of `boundary_tokens`, i
 and where it departs from what was stored before. Of layers with a state, those states
 are stored that vLLM completes.
 
-Blocks of two kinds of prompts are pinned in the store: system prompts in a list, and
-requests with a high priority (`Pins`). A prompt is pinned when a request begins with
-it. Pins are renewed every minute: a server that restarts forgets them, and a block can
-be pinned only after it has been written. A block is unpinned when no request has begun
-with it for `pin_s`; above a number of blocks, those unused for longest are unpinned,
-too. The store has a bound of its own, and pins that it refuses are tried again a minute
-later. Pins outlive the engine by about `pin_s`, so that it finds these blocks after a
-restart; then they expire.
+Blocks of three kinds of prompts are pinned in the store: system prompts in a list,
+requests with a high priority, and those that ask for it (`Pins`). A prompt is pinned
+when a request begins with it. Pins are renewed every minute: a server that restarts
+forgets them, and a block can be pinned only after it has been written. A block is
+unpinned when no request has begun with it for `pin_s`; above a number of blocks, those
+unused for longest are unpinned, too. The store has a bound of its own, and pins that it
+refuses are tried again a minute later. Pins outlive the engine by about `pin_s`, so
+that it finds these blocks after a restart; then they expire.
 """
 
 import json
@@ -46,6 +46,7 @@ from infinistore.integrations.vllm.background import Background
 from infinistore.integrations.vllm.block_events import BlockEvents, Sweeper
 from infinistore.integrations.vllm.blocks import BlockNames, Blocks, LayerGroup, LayerGroups, Load, Save, Step
 from infinistore.integrations.vllm.observations import Observations
+from infinistore.integrations.vllm.settings import RequestSettings
 
 _MOST_KEYS = 384
 """How many keys a look-up asks for of a group; at least two of each block."""
@@ -222,8 +223,9 @@ class Pins:
         ends = {len(prompt): self._groups.aligned(len(prompt) - 1) for prompt in prompts}
         heads = {tuple(prompt[: ends[len(prompt)]]) for prompt in prompts} - {()}
         self._heads = sorted(heads, key=len, reverse=True)
-        self._used: OrderedDict[_Block, float] = OrderedDict()
-        """When a request last began with each block, in that order."""
+        self._ends: OrderedDict[_Block, float] = OrderedDict()
+        """Until when each block is pinned; that which a request began with last is the
+        last one."""
         self._due: OrderedDict[_Block, None] = OrderedDict()
         """The blocks that the next task pins."""
         self._unused: deque[_Block] = deque()
@@ -238,47 +240,50 @@ class Pins:
         most_layers = max((len(group.layers) for group in groups), default=1)
         self._blocks_at_a_time = max(1, _MOST_PINNED_KEYS // max(1, most_layers * self._names.shards))
 
-    def worth(self, tokens: Sequence[int], prompt_tokens: int, priority: int) -> int:
-        """Return how many leading tokens of a request are worth a pin."""
-        if self._priority is not None and priority <= self._priority:
+    def worth(self, tokens: Sequence[int], prompt_tokens: int, priority: int, *, asked: bool = False) -> int:
+        """Return how many leading tokens of a request are worth a pin; `asked` for, all
+        are."""
+        if asked or (self._priority is not None and priority <= self._priority):
             return self._groups.aligned(prompt_tokens)
         beginning = tuple(tokens[: len(self._heads[0])]) if self._heads else ()
         return next((len(head) for head in self._heads if beginning[: len(head)] == head), 0)
 
-    def use(self, hashes: Sequence[str], tokens: int) -> None:
-        """Note that a request begins with `tokens` tokens worth a pin."""
-        now = self._clock()
+    def use(self, hashes: Sequence[str], tokens: int, pin_s: float | None = None) -> None:
+        """Note that a request begins with `tokens` tokens worth a pin, for `pin_s` or
+        as long as others."""
+        end = self._clock() + (self._pin_s if pin_s is None else pin_s)
         for place, group in enumerate(self._groups):
             for block_hash in self._groups.hashes_of(group, group.needed(tokens), hashes):
                 block = (place, block_hash)
-                if block not in self._used:
+                if block not in self._ends:
                     self._due[block] = None
-                self._used[block] = now
-                self._used.move_to_end(block)
-        while len(self._used) > self._most:
-            self._drop(next(iter(self._used)))
+                self._ends[block] = max(end, self._ends.get(block, 0.0))
+                self._ends.move_to_end(block)
+        while len(self._ends) > self._most:
+            self._drop(next(iter(self._ends)))
 
     def go_on(self) -> None:
         """Begin to pin and unpin the blocks that are due, unless that is under way."""
         now = self._clock()
         if now >= self._again_s:
             self._again_s = now + _PIN_AGAIN_S
-            for block, used_s in list(self._used.items()):
-                if used_s + self._pin_s < now:
+            for block, end in list(self._ends.items()):
+                if end < now:
                     self._drop(block)
-            self._due = OrderedDict.fromkeys(self._used)
+            self._due = OrderedDict.fromkeys(self._ends)
         if not self._is_working and (self._due or self._unused):
             self._is_working = True
-            self._background.start(self._work(list(self._due), list(self._unused)))
+            ttl_s = max((self._ends[block] for block in self._due), default=now) - now + _LONGER_S
+            self._background.start(self._work(list(self._due), list(self._unused), ttl_s))
             self._due = OrderedDict()
 
     def _drop(self, block: _Block) -> None:
-        del self._used[block]
+        del self._ends[block]
         self._due.pop(block, None)
         self._unused.append(block)
 
-    def _work(self, due: Sequence[_Block], unused: Sequence[_Block]) -> Iterator[float]:
-        """A task for the background: unpin, and pin."""
+    def _work(self, due: Sequence[_Block], unused: Sequence[_Block], ttl_s: float) -> Iterator[float]:
+        """A task for the background: unpin, and pin for so long at most."""
         try:
             for blocks in self._parts(unused):
                 self._store.unpin(self._keys(blocks))
@@ -293,7 +298,7 @@ class Pins:
                 for blocks in self._parts(due):
                     keys = self._keys(blocks)
                     try:
-                        if self._store.pin(keys, ttl_s=self._pin_s + _LONGER_S) < len(keys):
+                        if self._store.pin(keys, ttl_s=ttl_s) < len(keys):
                             left += blocks  # they are being written
                     except LimitExceeded as error:  # others may be smaller, or be pinned already
                         self._record.failed("pin", LimitExceeded(f"{error}; {_REMEDY}"))
@@ -329,6 +334,10 @@ class Request(Protocol):
     priority: int
 
     @property
+    def kv_transfer_params(self) -> Mapping[str, object] | None:
+        """What whoever sent it says about the cache."""
+
+    @property
     def num_prompt_tokens(self) -> int:
         """The number of tokens of the prompt."""
 
@@ -343,6 +352,7 @@ class _Tracked:
 
     request: Request
     chain: PrefixChain
+    settings: RequestSettings
     found: Found = attrs.field(factory=Found)
     kept: list[int] = attrs.field(factory=list)
     """Of each group, the number of leading blocks that are stored, being written, or
@@ -444,7 +454,7 @@ class SchedulerSide:
         now = self._clock()
         if tracked.known_until <= now:
             self._look_up(tracked, self._lookup, computed_tokens, now)
-        if not self._reads or tracked.load_failed:
+        if not self._reads or not tracked.settings.load or tracked.load_failed:
             return 0
         return max(0, tracked.found.tokens - computed_tokens)
 
@@ -500,11 +510,12 @@ class SchedulerSide:
         if self._writes and self.is_past_reset:
             for request_id, count in scheduled_tokens.items():
                 tracked = self._tracked.get(request_id)
-                if tracked is not None and not tracked.stale:
+                if tracked is not None and not tracked.stale and tracked.settings.save:
                     step.saves.extend(self._saves(tracked, count, block_ids_of))
             for request_id, offers in (states or {}).items():
                 tracked = self._tracked.get(request_id)
-                if tracked is not None and not tracked.stale and request_id not in step.preempted:
+                is_kept = tracked is not None and not tracked.stale and tracked.settings.save
+                if tracked is not None and is_kept and request_id not in step.preempted:
                     step.saves.extend(self._states(tracked, offers))
         return step
 
@@ -576,8 +587,18 @@ class SchedulerSide:
                 extra=lambda first, end: self._extra(request, first, end),
                 group_blocks=self._names.group_blocks,
             )
-            tracked = self._tracked[request.request_id] = _Tracked(request, chain, kept=[0] * len(self._groups))
+            settings = self._settings_of(request)
+            tracked = _Tracked(request, chain, settings, kept=[0] * len(self._groups))
+            self._tracked[request.request_id] = tracked
         return tracked
+
+    def _settings_of(self, request: Request) -> RequestSettings:
+        """Return what a request asks for; if that is wrong, what others do."""
+        try:
+            return RequestSettings.of(request.kv_transfer_params)
+        except ConfigError as error:
+            self._record.failed("request", error)
+            return RequestSettings()
 
     def _look_up(self, tracked: _Tracked, lookup: Lookup, computed_tokens: int, now: float) -> None:
         is_first = not tracked.known_until
@@ -585,15 +606,16 @@ class SchedulerSide:
         tracked.known_until = now + _ASK_AGAIN_S
         tokens = tracked.request.all_token_ids
         if self._pins is not None and is_first:
-            request = tracked.request
-            if worth := self._pins.worth(tokens, request.num_prompt_tokens, request.priority):
-                self._pins.use(tracked.chain.extend(tokens), worth)
+            request, pin_s = tracked.request, tracked.settings.pin_s
+            if worth := self._pins.worth(tokens, request.num_prompt_tokens, request.priority, asked=pin_s is not None):
+                self._pins.use(tracked.chain.extend(tokens), worth, pin_s)
+        reads = self._reads and tracked.settings.load
         # vLLM computes the last token again, with the window or state before it.
         most = len(tokens) if self._groups.is_uniform else len(tokens) - 1
         with self._record.trying("look-up"):
             with self._observed.timed("look_up"):
                 if hashes := tracked.chain.extend(tokens):
-                    tracked.found = lookup.find(hashes, computed_tokens, most=most, reads=self._reads)
+                    tracked.found = lookup.find(hashes, computed_tokens, most=most, reads=reads)
             if is_first and hashes:
                 self._observed.count(
                     looked_up_tokens=max(0, len(tokens) - computed_tokens),
@@ -635,7 +657,8 @@ class SchedulerSide:
                 number = 0
                 if self._events is not None and place == self._told:
                     number = self._events.saving(request, hashes, first)
-                saves.append(Save(request.request_id, Blocks(hashes, [ids[block] for block in numbers], place), number))
+                blocks = Blocks(hashes, [ids[block] for block in numbers], place)
+                saves.append(Save(request.request_id, blocks, number, tracked.settings.ttl_s))
         tracked.saving |= bool(saves)
         return saves
 
@@ -686,6 +709,7 @@ class SchedulerSide:
                 stored.add(number)
                 tracked.chain.extend(tracked.request.all_token_ids)
                 hashes = self._groups.hashes_of(group, [number], tracked.chain.hashes)
-                saves.append(Save(tracked.request.request_id, Blocks(hashes, [block_id], places[index])))
+                blocks = Blocks(hashes, [block_id], places[index])
+                saves.append(Save(tracked.request.request_id, blocks, ttl_s=tracked.settings.ttl_s))
         tracked.saving |= bool(saves)
         return saves

@@ -1,10 +1,13 @@
-"""The settings in `kv_connector_extra_config`; an invalid one stops vLLM at startup."""
+"""The settings in `kv_connector_extra_config`, of which an invalid one stops vLLM at
+startup; and those of a request, of which it is ignored.
+"""
 
 from collections.abc import Mapping
 from typing import Any, Literal
 
 import attrs
 
+from infinistore.errors import ConfigError
 from infinistore.integrations.internal.settings import (
     TEXT,
     RetentionSettings,
@@ -88,3 +91,30 @@ class ConnectorSettings(RetentionSettings):
         """
         where = "kv_connector_extra_config"
         return read_settings(cls, with_url(given, f"{where} of --kv-transfer-config"), where)
+
+
+@attrs.frozen(kw_only=True)
+class RequestSettings(RetentionSettings):
+    """What a request asks for: `kv_transfer_params={"infinistore": {...}}`. `pin_s`
+    pins its prompt for so long.
+    """
+
+    load: bool = attrs.field(default=True, validator=_SWITCH)
+    """Whether its blocks may be read from the store."""
+    save: bool = attrs.field(default=True, validator=_SWITCH)
+    """Whether its blocks may be written to the store."""
+
+    @classmethod
+    def of(cls, params: object) -> "RequestSettings":
+        """Return the settings in a request's `kv_transfer_params`.
+
+        Raises:
+            ConfigError: one is unknown or invalid.
+        """
+        given = params.get("infinistore") if isinstance(params, Mapping) else None
+        if given is None:
+            return cls()
+        where = "kv_transfer_params: infinistore"
+        if not isinstance(given, Mapping):
+            raise ConfigError(f"{where} must be an object with settings, not {given!r}")
+        return read_settings(cls, given, where)

@@ -230,7 +230,7 @@ class WorkerSide:
         for save in self._step.saves:
             saving = self._saving.setdefault(save.request_id, _Saving())
             if self._writes and save.blocks.group == self._group_of[layer.label]:
-                ticket = self._write(layer, save.blocks)
+                ticket = self._write(layer, save.blocks, save.ttl_s)
                 if save.number:
                     self._numbered.setdefault(save.number, []).append(ticket)
                 if ticket is not None:
@@ -310,7 +310,7 @@ class WorkerSide:
     def _layers_of(self, group: int) -> list[LayerCache]:
         return [layer for layer in self._layers.values() if self._group_of[layer.label] == group]
 
-    def _write(self, layer: LayerCache, blocks: Blocks) -> Ticket | None:
+    def _write(self, layer: LayerCache, blocks: Blocks, ttl_s: float | None) -> Ticket | None:
         memory, stride_bytes, numbers = layer.memory, layer.stride_bytes, blocks.block_ids
         if not self._groups[blocks.group].is_full:
             memory, stride_bytes, numbers = layer.copy(numbers), layer.block_bytes, list(range(len(numbers)))
@@ -320,7 +320,7 @@ class WorkerSide:
         ]
         for _ in range(2):  # an earlier write's error comes first, and then this one has its turn
             try:
-                ticket = self.writer.write(memory, places, layer.block_bytes)
+                ticket = self.writer.write(memory, places, layer.block_bytes, ttl_s=ttl_s)
             except (InfiniStoreException, ValueError) as error:
                 self._record.failed("save", error)
             else:

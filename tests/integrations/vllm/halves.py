@@ -44,6 +44,7 @@ class MadeRequest:
     num_prompt_tokens: int
     num_computed_tokens: int = 0
     priority: int = 0
+    kv_transfer_params: dict[str, object] | None = None
 
     @classmethod
     def of(cls, tokens: Sequence[int], name: str = "r") -> "MadeRequest":

@@ -104,6 +104,23 @@ def test_pins_of_an_engine_that_has_ended_end_by_themselves(
     assert store.stats().store.protected_keys == 0
 
 
+def test_a_request_may_ask_for_pins_and_for_how_long(store: blocking.BlockingStore, make: Make) -> None:
+    pinning = make(pin_s=60.0)
+    scheduler = make_scheduler(store, pins=pinning.pins)
+    request = MadeRequest.of(PROMPT)
+    request.kv_transfer_params = {"infinistore": {"pin_s": 600}}
+    store.put_many(dict.fromkeys(keys_of(PROMPT), VALUE))
+    assert scheduler.loadable_tokens(request, 0) == len(PROMPT)
+    assert scheduler.loadable_tokens(MadeRequest.of([1, *PROMPT], "other"), 0) == 0
+    pinning.pins.use(hashes_of(SYSTEM), 8)  # for less long: that takes nothing away
+    pinning.run()
+    assert store.stats().store.protected_keys == 12
+    pinning.run(later_s=590.0)
+    assert store.stats().store.protected_keys == 12
+    pinning.run(later_s=80.0)
+    assert store.stats().store.protected_keys == 0
+
+
 def test_prompts_that_begin_otherwise_are_worth_nothing(make: Make) -> None:
     pins = make(prompts=[SYSTEM, [1, 2, 3], SYSTEM[:5]]).pins
     assert pins.worth([0, *PROMPT], 17, 0) == 0

@@ -95,6 +95,42 @@ def test_drafted_tokens_are_not_written_before_they_are_accepted(store: blocking
     assert run(scheduler, request, 5).saves == []
 
 
+def test_a_request_may_leave_the_store_out(store: blocking.BlockingStore) -> None:
+    keys = fill(store, 3)
+    for settings, read, written in (
+        ({}, 3, [13, 14]),
+        ({"load": False}, 0, [13, 14]),
+        ({"save": False}, 3, []),
+        ({"load": False, "save": False}, 0, []),
+        ({"save": 0}, 3, [13, 14]),  # that is wrong, and nobody can be told but the log
+    ):
+        scheduler = make_scheduler(store)
+        request = MadeRequest.of(TOKENS)
+        request.kv_transfer_params = {"infinistore": settings, "of another connector": True}
+        assert start(scheduler, request) == read * BLOCK_TOKENS
+        step = run(scheduler, request, len(TOKENS) - request.num_computed_tokens)
+        assert len(step.loads) == bool(read)
+        assert [block for save in step.saves for block in save.blocks.block_ids] == written
+        assert scheduler.finished(request) == bool(written)
+    assert store.exists_many(keys).count(True) == len(keys)
+
+
+def test_a_request_that_reads_nothing_has_nothing_read_ahead(store_with_disk: blocking.BlockingStore) -> None:
+    found = fill(store_with_disk, 3)
+    leave_on_disk(store_with_disk)
+    request = MadeRequest.of(TOKENS)
+    request.kv_transfer_params = {"infinistore": {"load": False}}
+    assert start(make_scheduler(store_with_disk), request) == 0
+    assert store_with_disk.exists_many(found).in_memory == 0
+
+
+def test_what_a_request_says_of_its_blocks_goes_with_them(store: blocking.BlockingStore) -> None:
+    scheduler, request = make_scheduler(store), MadeRequest.of(TOKENS)
+    request.kv_transfer_params = {"infinistore": {"ttl_s": 60}}
+    start(scheduler, request)
+    assert [save.ttl_s for save in run(scheduler, request, len(TOKENS)).saves] == [60]
+
+
 @given(st.integers(0, 5), st.integers(0, 5))
 def test_what_the_store_has_beyond_the_local_cache_is_read_and_only_the_rest_written(stored: int, local: int) -> None:
     with blocking.open_store(pool_bytes=1 << 20, minimal_allocate_bytes=64) as store:

@@ -11,7 +11,7 @@ from infinistore.errors import ConfigError
 from infinistore.integrations import vllm
 from infinistore.integrations.internal.settings import known_settings
 from infinistore.integrations.vllm.blocks import layer_labels
-from infinistore.integrations.vllm.settings import ConnectorSettings
+from infinistore.integrations.vllm.settings import ConnectorSettings, RequestSettings
 
 from .halves import make_names
 
@@ -42,6 +42,30 @@ def test_what_cannot_be_used_is_told_by_its_name(given: dict[str, object], compl
     with pytest.raises(ConfigError) as raised:
         ConnectorSettings.from_extra_config(given)
     assert complaint in str(raised.value)
+
+
+@pytest.mark.parametrize(
+    ("params", "complaint"),
+    [
+        ({"infinistore": []}, "kv_transfer_params: infinistore must be an object with settings, not []"),
+        ({"infinistore": {"loads": True}}, "unknown setting 'loads'; did you mean load?"),
+        ({"infinistore": {"load": 1}}, "load must be true or false, not 1"),
+        ({"infinistore": {"save": "no"}}, "save must be true or false"),
+        ({"infinistore": {"ttl_s": 0}}, "ttl_s must be a number of seconds above 0, or null, not 0"),
+        ({"infinistore": {"pin_s": "600"}}, "pin_s must be a number of seconds above 0, or null"),
+    ],
+)
+def test_what_a_request_cannot_ask_for_is_told_by_its_name(params: object, complaint: str) -> None:
+    with pytest.raises(ConfigError) as raised:
+        RequestSettings.of(params)
+    assert complaint in str(raised.value)
+
+
+@pytest.mark.parametrize(
+    "params", [None, {}, {"do_remote_decode": True}, {"infinistore": None}, {"infinistore": {}}, 7]
+)
+def test_a_request_that_asks_for_nothing_is_as_others(params: object) -> None:
+    assert RequestSettings.of(params) == RequestSettings(load=True, save=True, ttl_s=None, pin_s=None)
 
 
 def test_a_key_tells_namespace_model_block_shard_and_layer() -> None:
@@ -79,9 +103,12 @@ def test_the_example_names_the_connector_and_has_settings_that_it_takes(file: st
 
 def test_every_setting_is_documented_with_its_default() -> None:
     page = (Path(__file__).parents[3] / "docs" / "vllm.md").read_text()
-    table = dict(re.findall(r"^\| `(\w+)` \| ([^|]*) \|", page.partition("## Settings")[2], flags=re.MULTILINE))
+    settings = page.partition("## Settings")[2].partition("\n## ")[0]
+    table = dict(re.findall(r"^\| `(\w+)` \| ([^|]*) \|", settings, flags=re.MULTILINE))
 
     documented = {field.name: field.default for field in attrs.fields(ConnectorSettings)}
     assert list(table) == known_settings(ConnectorSettings)
+    ours = page.partition("## Per request")[2].partition("\n## ")[0]
+    assert re.findall(r"^\| `(\w+)` \|", ours, flags=re.MULTILINE) == known_settings(RequestSettings)
     for name in ("deadline_s", "lookup_deadline_s", "hold_s", "load_threads"):
         assert float(table[name]) == documented[name]

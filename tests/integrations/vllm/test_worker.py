@@ -86,6 +86,15 @@ def test_blocks_end_after_the_time_that_is_set(store: blocking.BlockingStore, tt
     assert len(store.keys()) == there * len(LAYERS)
 
 
+def test_a_request_may_say_when_its_blocks_end(store: blocking.BlockingStore) -> None:
+    worker = make_worker(store, make_cache(1), ttl_s=1e-6)
+    saves = [Save(name, Blocks([name], [0]), ttl_s=ttl_s) for name, ttl_s in (("aa", None), ("bb", 60.0))]
+    save(worker, Step(saves=saves))
+    worker.close()
+    stored = store.keys()
+    assert [make_names().block_of(key, frozenset("012")) for key in stored] == ["bb"] * 3
+
+
 def test_each_shard_writes_and_reads_its_own_and_one_replica_writes(store: blocking.BlockingStore) -> None:
     names = make_names(shards=2)
     caches = [make_cache(1), make_cache(2)]
