@@ -119,9 +119,12 @@ class MadeEngine:
         """What vLLM's scheduler told of each step."""
         self.preempted: set[str] = set()
 
-    def submit(self, prompt: Sequence[int], *, count: int = 4, adapter: LoRARequest | None = None) -> Request:
+    def submit(
+        self, prompt: Sequence[int], *, count: int = 4, adapter: LoRARequest | None = None, **settings: object
+    ) -> Request:
         """Submit a request for a few tokens."""
-        params = SamplingParams(max_tokens=count, ignore_eos=True)
+        given = {"kv_transfer_params": {"infinistore": settings}} if settings else None
+        params = SamplingParams(max_tokens=count, ignore_eos=True, extra_args=given)
         request = Request(
             request_id=f"r{next(_NUMBERS)}",
             prompt_token_ids=list(prompt),

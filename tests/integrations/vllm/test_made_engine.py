@@ -106,6 +106,27 @@ def test_a_prompt_shorter_than_a_block_is_neither_looked_for_nor_stored(
     assert not store.keys("vllm/")
 
 
+def test_a_request_is_neither_stored_nor_loaded_if_it_says_so(opened: Open, store: blocking.BlockingStore) -> None:
+    known, secret = prompt(8, 40), prompt(9, 40)
+    engine = opened()
+    assert engine.finish(engine.submit(secret, save=False)) == answers(secret)
+    engine.settle()
+    assert not store.keys("vllm/")
+    assert engine.finish(engine.submit(known, ttl_s=1e-6)) == answers(known)
+    engine.settle()
+    assert not store.keys("vllm/")
+
+    stored_by(opened, known)
+    engine = opened()
+    assert engine.finish(engine.submit(known, load=False)) == answers(known)
+    assert engine.external()[1] == 0
+    other = opened()
+    assert other.finish(other.submit(known, save="nonsense")) == answers(known)
+    assert other.external()[1] == 2 * BLOCK
+    for one in (engine, other):
+        one.settle()
+
+
 def test_where_there_is_no_room_for_a_load_it_waits_and_holds_nothing(opened: Open) -> None:
     first, second = prompt(5, 6 * BLOCK + 3), prompt(6, 6 * BLOCK + 3)
     stored_by(opened, first, second)
