@@ -77,7 +77,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "demo": {*GROUND, *PUBLIC, "infinistore"},
     # cluster_io: who is in a cluster, while it is watched.
     "monitor": {*GROUND, *PUBLIC, "cluster", "cluster_io"},
-    "integrations": {*GROUND, *PUBLIC, "tensors"},
+    "integrations": {*GROUND, *PUBLIC, "scheduling", "tensors"},
     # allocators: `prepare_process` must be the first thing that a server's process
     # does.
     "cli": {

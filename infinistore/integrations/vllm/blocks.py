@@ -202,6 +202,10 @@ class Load:
 
     request_id: str
     parts: list[Blocks]
+    tokens: int = 0
+    """How many tokens that spares to compute."""
+    is_on_disk: bool = False
+    """Whether the store had some of them on disk only when it was asked."""
 
     @property
     def block_ids(self) -> list[int]:
@@ -232,3 +236,5 @@ class Step:
     preempted: set[str] = attrs.field(factory=set)
     computes: bool = False
     resets: int = 0
+    number: int = 0
+    """If it is not 0, workers report it when it has ended, with what they have read."""

@@ -38,6 +38,7 @@ from infinistore.integrations.vllm.background import Background
 from infinistore.integrations.vllm.blocks import Step
 from infinistore.integrations.vllm.kv_events import Stages, Teller, WorkerMetadata, offer_dumps, teller_of
 from infinistore.integrations.vllm.layout import Adapters, Layout, UnhashedInputs
+from infinistore.integrations.vllm.loading import LoadChoice
 from infinistore.integrations.vllm.observations import COUNTERS, TIMES, Observations, merged
 from infinistore.integrations.vllm.resets import Deletion
 from infinistore.integrations.vllm.scheduler import Pins, SchedulerSide, read_prompts
@@ -212,6 +213,7 @@ class InfiniStoreConnector(KVConnectorBase_V1, SupportsHMA):
                 events=None if self._teller is None else self._teller.changes,
                 pins=self._pins(record),
                 background=self._background,
+                choice=self._choice(),
                 workers=vllm_config.parallel_config.world_size,
             )
             # For calls that look at all keys of the store, which takes it a while.
@@ -239,6 +241,15 @@ class InfiniStoreConnector(KVConnectorBase_V1, SupportsHMA):
             )
             if self._is_part and vllm_config.parallel_config.pipeline_parallel_size > 1:
                 self._untold = {get_pp_group().rank_in_group: self._own_layers()}
+
+    def _choice(self) -> LoadChoice | None:
+        """Return what chooses between loading and computing; None if nothing has to."""
+        transfer = self._kv_transfer_config
+        # A pure consumer loads what another engine has computed for it.
+        if self._settings.load == "always" or not (transfer.is_kv_producer and transfer.is_kv_consumer):
+            return None
+        ranks = self._vllm_config.parallel_config.world_size
+        return LoadChoice(time.monotonic, ranks=ranks, observations=self._observed)
 
     def _pins(self, record: Record) -> Pins | None:
         """Return the pins; none if nothing is stored."""
@@ -375,7 +386,11 @@ class InfiniStoreConnector(KVConnectorBase_V1, SupportsHMA):
         saved = self.worker_side.take_saved()
         stages, self._untold = self._untold, {}
         reset = self.worker_side.late_writes.take_past()
-        return WorkerMetadata(saved, stages, Counter([reset] if reset else ())) if saved or stages or reset else None
+        step, report = self.worker_side.take_link_report()
+        if not (saved or stages or reset or step):
+            return None
+        links = {} if report is None else {self._vllm_config.parallel_config.rank: report}
+        return WorkerMetadata(saved, stages, Counter([reset] if reset else ()), step, links)
 
     # ---- the scheduler's side ----
 
@@ -422,6 +437,7 @@ class InfiniStoreConnector(KVConnectorBase_V1, SupportsHMA):
         """Record which loads and saves have ended, and which blocks failed."""
         written = connector_output.kv_connector_worker_meta
         if isinstance(written, WorkerMetadata):
+            self.scheduler_side.step_ended(written.step, written.links)
             self.scheduler_side.workers_past(written.past)
             if self._teller is not None:
                 self._teller.changes.saved(written.saved)

@@ -53,6 +53,7 @@ from infinistore.errors import ConfigError
 from infinistore.host import start_thread
 from infinistore.integrations.vllm.block_events import BlockEvents, Dump, Run, SavedBlocks, StoredBlocks
 from infinistore.integrations.vllm.blocks import LayerGroup
+from infinistore.integrations.vllm.loading import LinkReport
 
 if TYPE_CHECKING:
     from vllm.config import KVEventsConfig, VllmConfig
@@ -67,19 +68,31 @@ _MOST_BLOCKS = 512
 
 class WorkerMetadata(KVConnectorWorkerMetadata):
     """Reports of workers: the saves that have ended; by the number of a reset of the
-    cache, how many workers are past it; and, with the first step of a pipeline within a
-    MultiConnector, the labels of each stage's layers, by the index of their group.
+    cache, how many workers are past it; the number of the step, if it has one, and what
+    each rank has read; and, with the first step of a pipeline within a MultiConnector,
+    the labels of each stage's layers, by the index of their group.
     """
 
-    def __init__(self, saved: SavedBlocks, stages: Stages | None = None, past: Counter[int] | None = None) -> None:
+    def __init__(
+        self,
+        saved: SavedBlocks,
+        stages: Stages | None = None,
+        past: Counter[int] | None = None,
+        step: int = 0,
+        links: Mapping[int, LinkReport] | None = None,
+    ) -> None:
         self.saved = saved
         self.stages = stages or {}
         self.past = past or Counter()
+        self.step = step
+        self.links = links or {}
 
     def aggregate(self, other: KVConnectorWorkerMetadata) -> "WorkerMetadata":
         """Add another worker's."""
         assert isinstance(other, WorkerMetadata)
-        return WorkerMetadata(self.saved + other.saved, {**self.stages, **other.stages}, self.past + other.past)
+        stages, links = {**self.stages, **other.stages}, {**self.links, **other.links}
+        step = max(self.step, other.step)
+        return WorkerMetadata(self.saved + other.saved, stages, self.past + other.past, step, links)
 
 
 @attrs.frozen

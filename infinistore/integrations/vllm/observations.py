@@ -14,6 +14,9 @@ COUNTERS = {
     "written_bytes": "Bytes written to the store.",
     "dropped_bytes": "Bytes not written, because too many were waiting.",
     "failed_reads": "Requests of which not everything found could be read.",
+    "skipped_loads": "Requests that computed what was found, because that is faster.",
+    "skipped_tokens": "Tokens that they found, and that the engine did not have itself.",
+    "tried_loads": "Requests that loaded all the same, to measure the link again.",
     "failed_writes": "Writes of a layer's blocks that failed.",
 }
 """The counters, and what they count."""

@@ -45,6 +45,7 @@ from infinistore.integrations.internal.record import Record
 from infinistore.integrations.vllm.background import Background
 from infinistore.integrations.vllm.block_events import BlockEvents, Sweeper
 from infinistore.integrations.vllm.blocks import BlockNames, Blocks, LayerGroup, LayerGroups, Load, Save, Step
+from infinistore.integrations.vllm.loading import LinkReport, LoadChoice
 from infinistore.integrations.vllm.observations import Observations
 from infinistore.integrations.vllm.settings import RequestSettings
 
@@ -62,6 +63,8 @@ class Found:
     """What the groups that attend to all tokens have."""
     stored: dict[int, set[int]] = attrs.field(factory=dict)
     """The blocks that the other groups have, by the group's index."""
+    is_on_disk: bool = False
+    """Whether some of them are on disk only."""
 
 
 class Lookup:
@@ -86,6 +89,7 @@ class Lookup:
         if not end:
             return found
         found.stored, more_on_disk = self._stored(hashes, end)
+        found.is_on_disk = on_disk + more_on_disk > 0
         found.tokens = self._usable(min(end, self._groups.aligned(most)), found.stored)
         if reads and on_disk + more_on_disk and found.tokens > computed:
             keys = self._keys(hashes, computed, found.tokens)
@@ -376,7 +380,8 @@ class SchedulerSide:
 
     `events` collects what is stored and what is gone of the first group that attends to
     all tokens; the store is asked for that in the `background`. `pins` keeps blocks
-    from being evicted. `workers` is how many workers tell when they are past a reset.
+    from being evicted. `choice` says whether what was found is loaded; without it, it
+    always is. `workers` is how many workers tell when they are past a reset.
     """
 
     def __init__(
@@ -395,6 +400,7 @@ class SchedulerSide:
         events: BlockEvents | None = None,
         pins: Pins | None = None,
         background: Background | None = None,
+        choice: LoadChoice | None = None,
         workers: int = 1,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
@@ -411,6 +417,7 @@ class SchedulerSide:
         self._clock = clock
         self._record = record
         self._pins = pins
+        self._choice = choice
         self._workers = workers
         self._resets = 0
         self._past = 0
@@ -456,7 +463,23 @@ class SchedulerSide:
             self._look_up(tracked, self._lookup, computed_tokens, now)
         if not self._reads or not tracked.settings.load or tracked.load_failed:
             return 0
-        return max(0, tracked.found.tokens - computed_tokens)
+        tokens = max(0, tracked.found.tokens - computed_tokens)
+        return tokens if tokens and self._is_worth_loading(tracked, computed_tokens) else 0
+
+    def _is_worth_loading(self, tracked: _Tracked, computed_tokens: int) -> bool:
+        request = tracked.request
+        return self._choice is None or self._choice.loads(
+            request.request_id,
+            tokens=request.num_prompt_tokens,
+            cached_tokens=computed_tokens,
+            stored_tokens=tracked.found.tokens,
+            is_on_disk=tracked.found.is_on_disk,
+            queued=[
+                (other.request.num_computed_tokens, other.request.num_prompt_tokens)
+                for other in self._tracked.values()
+                if 0 < other.request.num_computed_tokens < other.request.num_prompt_tokens and other.loading is None
+            ],
+        )
 
     def departs_after(self, request: Request) -> int:
         """Return after how many tokens a request departs from what is stored; 0 if it
@@ -482,7 +505,8 @@ class SchedulerSide:
             ids = block_ids[group.index]
             hashes = self._groups.hashes_of(group, numbers, tracked.chain.hashes)
             parts.append(Blocks(hashes, [ids[number] for number in numbers], place))
-        tracked.loading = Load(request.request_id, [part for part in parts if part.hashes])
+        parts = [part for part in parts if part.hashes]
+        tracked.loading = Load(request.request_id, parts, load_tokens, tracked.found.is_on_disk)
         tracked.saving = False  # it was preempted if it ever saved, and its writes have been waited for
         self._loads.append(tracked.loading)
 
@@ -498,7 +522,14 @@ class SchedulerSide:
         `states` are the states that this step completes, by request: the group's index,
         the block, and after how many tokens.
         """
-        step = Step(self._loads, preempted=set(preempted), computes=bool(scheduled_tokens), resets=self._resets)
+        number = 0 if self._choice is None else self._choice.planned(list(self._prompt_parts(scheduled_tokens)))
+        step = Step(
+            self._loads,
+            preempted=set(preempted),
+            computes=bool(scheduled_tokens),
+            resets=self._resets,
+            number=number,
+        )
         self._loads = []
         for request_id in step.preempted:
             if (tracked := self._tracked.get(request_id)) is not None:
@@ -518,6 +549,19 @@ class SchedulerSide:
                 if tracked is not None and is_kept and request_id not in step.preempted:
                     step.saves.extend(self._states(tracked, offers))
         return step
+
+    def _prompt_parts(self, scheduled_tokens: Mapping[str, int]) -> Iterator[tuple[int, int]]:
+        """Yield which parts of prompts a step computes."""
+        for request_id, count in scheduled_tokens.items():
+            if (tracked := self._tracked.get(request_id)) is not None:
+                first, last = tracked.request.num_computed_tokens, tracked.request.num_prompt_tokens
+                if first < last:
+                    yield first, min(first + count, last)
+
+    def step_ended(self, number: int, links: Mapping[int, LinkReport]) -> None:
+        """Record that a step has ended, and what workers have read."""
+        if self._choice is not None and number:
+            self._choice.ended(number, links)
 
     def loads_ended(
         self, request_ids: Iterable[str], failed_blocks: Iterable[int], failed_requests: Iterable[str] = ()
@@ -575,6 +619,8 @@ class SchedulerSide:
     def finished(self, request: Request) -> bool:
         """Forget a request. True if its blocks must be kept until they are saved."""
         tracked = self._tracked.pop(request.request_id, None)
+        if self._choice is not None:
+            self._choice.forget(request.request_id)
         # Of one that was preempted since the last step, nothing is computed, and its
         # blocks are not its own any more.
         return tracked is not None and tracked.saving and request.num_computed_tokens > 0

@@ -47,6 +47,9 @@ class ConnectorSettings(RetentionSettings):
     """Part of every key. Engines with different namespaces share nothing."""
     model: str = attrs.field(default="", validator=_NAME)
     """The model's name in keys, for engines with different paths; default: vLLM's."""
+    load: Literal["always", "faster"] = attrs.field(default="always", validator=_one_of("always", "faster"))
+    """Whether found blocks are always loaded, or only if that is faster than to compute
+    them."""
     deadline_s: float = attrs.field(default=10.0, validator=_TIME)
     """Deadline of a read or write of blocks."""
     lookup_deadline_s: float = attrs.field(default=0.5, validator=_TIME)

@@ -18,6 +18,7 @@ a whole, because vLLM cannot compute a part of it.
 
 import math
 import threading
+import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
@@ -31,6 +32,7 @@ from infinistore.integrations.internal.record import Record
 from infinistore.integrations.vllm.background import Background
 from infinistore.integrations.vllm.block_events import SavedBlocks
 from infinistore.integrations.vllm.blocks import BlockNames, Blocks, LayerGroup, LayerGroups, Load, Step
+from infinistore.integrations.vllm.loading import LinkMeter, LinkReport
 from infinistore.integrations.vllm.observations import Observations
 from infinistore.integrations.vllm.resets import LateWrites
 from infinistore.integrations.vllm.settings import ConnectorSettings
@@ -102,6 +104,7 @@ class _Reading:
     hold or the read needs them first."""
     hold: str = ""
     """The token of the hold on its blocks, if one was placed."""
+    read_tokens: float = 0.0
     is_over: bool = False
 
 
@@ -145,8 +148,10 @@ class WorkerSide:
         delivers: bool = False,
         background: Background,
         observations: Observations | None = None,
+        clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._store = store
+        self._memory, self._disk = LinkMeter(clock), LinkMeter(clock)
         self._observed = observations or Observations()
         self._names = names
         self._groups = LayerGroups(groups)
@@ -214,6 +219,7 @@ class WorkerSide:
         """
         for load in self._step.loads:
             reading = _Reading(load)
+            self._meter_of(load).queue(load.tokens)
             with self._progress:
                 self._reading += 1
                 waits = self._reading > self._load_threads
@@ -288,6 +294,13 @@ class WorkerSide:
             failed, self._failed_requests = self._failed_requests, set()
         return failed
 
+    def take_link_report(self) -> tuple[int, LinkReport | None]:
+        """Return the number of this step, and what was read since the last report, if
+        that is worth one."""
+        number = self._step.number
+        memory, disk = (self._memory.take(), self._disk.take()) if number else (None, None)
+        return number, LinkReport(memory, disk) if memory or disk else None
+
     def observe_writes(self) -> None:
         """Count what has been written since the last call."""
         before, self._written = self._written, self.writer.statistics()
@@ -361,12 +374,15 @@ class WorkerSide:
         """In a thread: read a request's blocks layer by layer; always report it."""
         load = reading.load
         failed = set(load.block_ids)
+        meter = self._meter_of(load)
+        meter.begin()
         try:
             with self._record.trying("load"):
                 after()
                 with self._observed.timed("read"):
                     failed = self._read_parts(reading)
         finally:
+            meter.end(load.tokens - reading.read_tokens)
             self._observed.count(failed_reads=int(bool(failed)))
             with self._progress:
                 self._reading -= 1
@@ -415,19 +431,19 @@ class WorkerSide:
         load, keys = reading.load, self._keys(reading)
         if self._groups.is_uniform:
             (part,) = load.parts
-            return set(part.block_ids[self._read_leading(part, keys[0]) :])
+            return set(part.block_ids[self._read_leading(reading, part, keys[0]) :])
         complete = all(
-            self._read_batch(layers, part.block_ids, of_part) == len(part.block_ids)
+            self._read_batch(reading, layers, part.block_ids, of_part) == len(part.block_ids)
             for part, of_part in zip(load.parts, keys, strict=True)
             for layers in self._batches(part.group, len(part.hashes))
         )
         return set() if complete else set(load.block_ids)
 
-    def _read_leading(self, part: Blocks, keys: Mapping[str, Sequence[str]]) -> int:
+    def _read_leading(self, reading: _Reading, part: Blocks, keys: Mapping[str, Sequence[str]]) -> int:
         """Read all layers of the leading blocks. Returns how many are complete."""
         good = len(part.hashes)
         for layers in self._batches(part.group, good):
-            while good and (found := self._read_batch(layers, part.block_ids[:good], keys)) < good:
+            while good and (found := self._read_batch(reading, layers, part.block_ids[:good], keys)) < good:
                 good = found  # and once more: only a read of nothing but what is there says that all of it is right
         return good
 
@@ -444,7 +460,13 @@ class WorkerSide:
         if batch:
             yield batch
 
-    def _read_batch(self, layers: list[LayerCache], block_ids: Sequence[int], keys: Mapping[str, Sequence[str]]) -> int:
+    def _read_batch(
+        self,
+        reading: _Reading,
+        layers: list[LayerCache],
+        block_ids: Sequence[int],
+        keys: Mapping[str, Sequence[str]],
+    ) -> int:
         """Read some layers of the first blocks of a part into these of the cache.
 
         Returns the number of leading complete blocks.
@@ -458,7 +480,7 @@ class WorkerSide:
                 read_blocks(self._store, blocks, layer.block_bytes, layer.memory)
             except BlocksMissing as error:
                 return keys[layer.label].index(error.keys[0])
-            self._observed.count(read_bytes=count * layer.block_bytes)
+            self._note_read(reading, count * layer.block_bytes)
             return count
         lengths = self._store.get_many_into(
             (key, layer.block(block_id))
@@ -468,5 +490,18 @@ class WorkerSide:
         wrong = [
             number % count for number, length in enumerate(lengths) if length != layers[number // count].block_bytes
         ]
-        self._observed.count(read_bytes=sum(length or 0 for length in lengths))
+        self._note_read(reading, sum(length or 0 for length in lengths))
         return min(wrong, default=count)
+
+    def _note_read(self, reading: _Reading, size_bytes: int) -> None:
+        load = reading.load
+        load_bytes = sum(
+            len(part.block_ids) * layer.block_bytes for part in load.parts for layer in self._layers_of(part.group)
+        )
+        tokens = load.tokens * size_bytes / max(1, load_bytes)
+        reading.read_tokens += tokens
+        self._meter_of(load).read(tokens)
+        self._observed.count(read_bytes=size_bytes)
+
+    def _meter_of(self, load: Load) -> LinkMeter:
+        return self._disk if load.is_on_disk else self._memory

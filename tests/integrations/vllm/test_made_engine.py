@@ -10,11 +10,12 @@ import copy
 import logging
 import random
 import signal
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
+import attrs
 import pytest
 
 from infinistore import blocking
@@ -125,6 +126,40 @@ def test_a_request_is_neither_stored_nor_loaded_if_it_says_so(opened: Open, stor
     assert other.external()[1] == 2 * BLOCK
     for one in (engine, other):
         one.settle()
+
+
+def test_where_loading_is_slower_prompts_are_computed(opened: Open, monkeypatch: pytest.MonkeyPatch) -> None:
+    from infinistore.integrations.vllm import connector
+    from infinistore.integrations.vllm.loading import LinkReport, LoadChoice
+
+    slower = 1e9
+
+    class Slower(LoadChoice):
+        def ended(self, number: int, reports: Mapping[int, LinkReport]) -> None:
+            super().ended(number, {rank: with_link(report, slower) for rank, report in reports.items()})
+
+    monkeypatch.setattr(connector, "LoadChoice", Slower)
+    prompts = [prompt(20 + number, 300) for number in range(3)]
+    stored_by(opened, *prompts)
+    engine = opened(load="faster", caching=False)
+    assert engine.ask(prompts[0]) == answers(prompts[0]), "nothing is measured: it loads"
+    loaded = engine.external()[1]
+    assert loaded > 250
+    assert engine.ask(prompt(30, 300)) == answers(prompt(30, 300))
+    assert engine.ask(prompts[1]) == answers(prompts[1])
+    engine.settle()
+    assert engine.external()[1] == loaded
+    assert engine.counted("skipped_loads") == 1
+    consumer = opened(load="faster", role="kv_consumer", caching=False)
+    for each in (prompts[0], prompt(30, 300), prompts[1]):
+        assert consumer.ask(each) == answers(each)
+    assert consumer.external()[1] > 2 * 250, "what another engine has computed for it, it always loads"
+    consumer.settle()
+
+
+def with_link(report: Any, slower: float) -> Any:
+    """A report of a link that is so many times as slow."""
+    return attrs.evolve(report, memory=attrs.evolve(report.memory, seconds=report.memory.seconds * slower))
 
 
 def test_where_there_is_no_room_for_a_load_it_waits_and_holds_nothing(opened: Open) -> None:
