@@ -46,6 +46,11 @@ def in_virtual_time(given: Given, body: Callable[[Network, Open], Awaitable[None
     trio.run(main, clock=trio.testing.MockClock(autojump_threshold=0))
 
 
+async def read(client: Any, times: int) -> None:
+    for _ in range(times):
+        await client.get_many(GROUP)
+
+
 def hits(network: Network) -> tuple[int, int]:
     return network.core("a").hits, network.core("b").hits
 
@@ -79,7 +84,7 @@ def test_reads_stay_near(given: Given, options: dict[str, str]) -> None:
         await client.put_many(BLOCKS)
         buffer = bytearray(1000)
         for _ in range(100):
-            await client.get_many(GROUP)
+            await read(client, 1)
             await client.get_into(GROUP[0], buffer)
             async with client.lease(GROUP) as views:
                 assert views == list(BLOCKS.values())
@@ -114,16 +119,13 @@ def test_a_copy_that_is_twice_as_slow_is_read_rarely_until_it_has_recovered() ->
         slow, fast = client.calls.nodes.begin().nodes
         slow.answers.note(Get, len(GROUP), 0.1)
         fast.answers.note(Get, len(GROUP), 0.01)
-        for _ in range(160):
-            await client.get_many(GROUP)
+        await read(client, 160)
         first, second = hits(network)
         assert (first // len(GROUP), second // len(GROUP)) == (10, 150)
-        for _ in range(480):  # its answers took no time
-            await client.get_many(GROUP)
+        await read(client, 480)  # its answers took no time
         assert slow.answers.usual_s(Get, len(GROUP)) < 0.002
         before = hits(network)
-        for _ in range(16):
-            await client.get_many(GROUP)
+        await read(client, 16)
         assert hits(network) == (before[0] + 16 * len(GROUP), before[1])
 
     in_virtual_time(two(zones=("east", "west")), body)
@@ -136,8 +138,7 @@ def test_copies_that_differ_by_what_a_busy_processor_takes_keep_their_order() ->
         near, far = client.calls.nodes.begin().nodes
         near.answers.note(Get, len(GROUP), 0.0019)
         far.answers.note(Get, len(GROUP), 0.0001)
-        for _ in range(20):
-            await client.get_many(GROUP)
+        await read(client, 20)
         assert hits(network) == (20 * len(GROUP), 0)
 
     in_virtual_time(two(zones=("east", "west")), body)

@@ -131,9 +131,7 @@ class CallInView:
 
     def places(self, keys: Sequence[str]) -> list[Sequence[int]]:
         """Return for each key the nodes that may have it, in the order of reading."""
-        if self.view.view.copies == 1:
-            return self.view.placement.places(keys)
-        return self.view.read_order.places(keys, self.calls.nodes.reads)
+        return self.view.read_order.places(keys, self.calls.reads)
 
     async def ask(self, parts: Sequence[tuple[int, StoreRequest[Any]]], *, patiently: bool = False) -> list[Outcome]:
         """Send requests to nodes, named by their index, at the same time.
@@ -225,6 +223,8 @@ class ClusterCalls:
         self.hedges = options.hedged_reads
         """Whether reads are hedged where there are copies."""
         self.budget = Budget()
+        self.reads = 0
+        """How many reads have begun. In threads, a lost update is harmless."""
         self.verifies = options.verify == "always"
         """Whether what was read is what was put, as far as its checksum says."""
 

@@ -175,8 +175,6 @@ class Nodes(Generic[_Store]):
     ) -> None:
         self.membership = membership
         self.reader = reader or Reader()
-        self.reads = 0
-        """How many reads have begun. In threads, a lost update is harmless."""
         self.closed = ""
         """Why nothing can be done any more; empty while it is open."""
         self._make = make

@@ -254,10 +254,9 @@ async def _found_in_places(call: CallInView, request: KeyedRequest[_T], absent: 
 
 def _places_to_read(call: CallInView, request: KeyedRequest[Any] | Lease) -> list[Sequence[int]]:
     """Return the places of the keys of a request that reads, and count it."""
-    nodes = call.calls.nodes
-    nodes.reads += 1
+    call.calls.reads += 1
     places = call.places(request.keys)
-    if call.view.view.copies == 1 or nodes.reads % _READS_A_TRY == 0:
+    if call.calls.reads % _READS_A_TRY == 0:
         return places
     for index, positions in _first_parts(places):
         kind, count = type(request), len(positions)
