@@ -91,7 +91,7 @@ class Lookup:
         found.stored, more_on_disk = self._stored(hashes, end)
         found.is_on_disk = on_disk + more_on_disk > 0
         found.tokens = self._usable(min(end, self._groups.aligned(most)), found.stored)
-        if reads and on_disk + more_on_disk and found.tokens > computed:
+        if reads and found.is_on_disk and found.tokens > computed:
             keys = self._keys(hashes, computed, found.tokens)
             read_ahead(self._store, PrefixMatch(len(keys), on_disk=on_disk + more_on_disk), keys, self._record)
         return found
@@ -370,6 +370,11 @@ class _Tracked:
     stale: bool = False
     """Whether it has blocks of before a reset, so that none is saved."""
 
+    @property
+    def is_saved(self) -> bool:
+        """Whether its blocks may be saved."""
+        return self.settings.save and not self.stale
+
 
 class SchedulerSide:
     """The scheduler's half of the connector. One thread uses it.
@@ -541,12 +546,11 @@ class SchedulerSide:
         if self._writes and self.is_past_reset:
             for request_id, count in scheduled_tokens.items():
                 tracked = self._tracked.get(request_id)
-                if tracked is not None and not tracked.stale and tracked.settings.save:
+                if tracked is not None and tracked.is_saved:
                     step.saves.extend(self._saves(tracked, count, block_ids_of))
             for request_id, offers in (states or {}).items():
                 tracked = self._tracked.get(request_id)
-                is_kept = tracked is not None and not tracked.stale and tracked.settings.save
-                if tracked is not None and is_kept and request_id not in step.preempted:
+                if tracked is not None and tracked.is_saved and request_id not in step.preempted:
                     step.saves.extend(self._states(tracked, offers))
         return step
 
@@ -643,7 +647,7 @@ class SchedulerSide:
         try:
             return RequestSettings.of(request.kv_transfer_params)
         except ConfigError as error:
-            self._record.failed("request", error)
+            self._record.failed("the settings of a request", error)
             return RequestSettings()
 
     def _look_up(self, tracked: _Tracked, lookup: Lookup, computed_tokens: int, now: float) -> None:

@@ -99,6 +99,8 @@ class _Reading:
     """A load that is under way, or waits for a thread."""
 
     load: Load
+    tokens_a_byte: float
+    """How many tokens a byte of it spares to compute."""
     keys: list[dict[str, list[str]]] = attrs.field(factory=list)
     """For each part, the keys of its blocks by the layer's label. They are made when a
     hold or the read needs them first."""
@@ -218,7 +220,10 @@ class WorkerSide:
         blocks of a load that waits for a thread are held meanwhile.
         """
         for load in self._step.loads:
-            reading = _Reading(load)
+            load_bytes = sum(
+                len(part.block_ids) * layer.block_bytes for part in load.parts for layer in self._layers_of(part.group)
+            )
+            reading = _Reading(load, load.tokens / max(1, load_bytes))
             self._meter_of(load).queue(load.tokens)
             with self._progress:
                 self._reading += 1
@@ -494,13 +499,9 @@ class WorkerSide:
         return min(wrong, default=count)
 
     def _note_read(self, reading: _Reading, size_bytes: int) -> None:
-        load = reading.load
-        load_bytes = sum(
-            len(part.block_ids) * layer.block_bytes for part in load.parts for layer in self._layers_of(part.group)
-        )
-        tokens = load.tokens * size_bytes / max(1, load_bytes)
+        tokens = size_bytes * reading.tokens_a_byte
         reading.read_tokens += tokens
-        self._meter_of(load).read(tokens)
+        self._meter_of(reading.load).read(tokens)
         self._observed.count(read_bytes=size_bytes)
 
     def _meter_of(self, load: Load) -> LinkMeter:
