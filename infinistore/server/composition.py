@@ -440,7 +440,7 @@ def compose_server(
 ) -> Server:
     """Put a server together from its parts. `shards` are those that it is one of."""
     growth = _make_growth(config, core, environment, movers)
-    SizeAdvice(core)
+    core.index.reuse.on_wanted = SizeAdvice(core.pool).tell
     hello = HelloReply(
         instance=f"{environment.random.getrandbits(128):032x}",
         server_version=__version__,

@@ -15,6 +15,7 @@ import trio
 
 from infinistore.answers import evict_in_steps
 from infinistore.core.arena import Arena, create_arena
+from infinistore.core.pool import Pool
 from infinistore.core.store import StoreCore
 from infinistore.errors import ConfigError, OutOfMemory
 from infinistore.eviction.reuse import WantedPool
@@ -41,10 +42,9 @@ class SizeAdvice:
     it would have been worth half as much.
     """
 
-    def __init__(self, core: StoreCore) -> None:
-        self._core = core
+    def __init__(self, pool: Pool) -> None:
+        self._pool = pool
         self._told = False
-        core.index.reuse.on_wanted = self.tell
 
     def tell(self, wanted: WantedPool) -> None:
         """Take what the store found out."""
@@ -53,7 +53,7 @@ class SizeAdvice:
         if wanted.avoidable < _MUCH or self._told:
             return
         self._told = True
-        capacity_bytes = self._core.pool.capacity_bytes
+        capacity_bytes = self._pool.capacity_bytes
         _log.warning(
             "a larger pool would have had blocks that were evicted and put again",
             extra={

@@ -34,7 +34,7 @@ async def test_a_server_says_once_how_large_a_pool_its_prompts_want(caplog: pyte
 
 async def test_it_is_said_again_only_after_it_has_got_better(caplog: pytest.LogCaptureFixture) -> None:
     async with simulated_server() as server:
-        advice = SizeAdvice(server.core)
+        advice = SizeAdvice(server.core.pool)
     for avoidable in (0.09, 0.1, 0.5, 0.06, 0.3):
         advice.tell(WantedPool(2.0, avoidable))
     assert len(lines(caplog)) == 1
