@@ -302,7 +302,7 @@ class StoreStatistics:
             merge=max,
         ),
     )
-    """A group is the keys with one hash tag. It is a sample of one block in 64."""
+    """A group is the keys with one hash tag. It is a sample of one block in 1,024."""
     avoidable_puts: float = attrs.field(
         default=0.0,
         kw_only=True,

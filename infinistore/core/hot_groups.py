@@ -7,7 +7,7 @@ One read of a block in every few is sampled, at random, so that batches of one s
 sampled fairly. The sampled groups are counted by the algorithm *space-saving*
 (Metwally, Agrawal and El Abbadi, ICDT 2005): the counter of the rarest group goes to a
 new one, and what it may overstate is known. Counts are halved now and then, so that
-they tell of the last few hundred thousand reads.
+they tell of the last few million reads.
 """
 
 from collections.abc import Sequence
@@ -17,8 +17,9 @@ from typing import Final
 from infinistore.keys import hash_tag
 
 MOST_GROUPS: Final = 256
-STRIDE: Final = 64
-"""One read of a block in so many is sampled."""
+STRIDE: Final = 1024
+"""One read of a block in so many is sampled. A sample of a new group takes as long as
+to look up a few hundred keys."""
 WINDOW: Final = 4096
 """After so many sampled reads, counts are halved."""
 _FEW: Final = 64
@@ -28,7 +29,8 @@ _FEW: Final = 64
 class HotGroups:
     """The groups of one store. The same calls give the same figures."""
 
-    def __init__(self) -> None:
+    def __init__(self, stride: int = STRIDE) -> None:
+        self._stride = stride
         self.left = 0
         """How many blocks are read until one is sampled. Who reads blocks takes their
         number off, and calls `sample` once it is negative."""
@@ -41,7 +43,7 @@ class HotGroups:
         """Sample one or more of these keys, whose blocks were read."""
         while self.left < 0:
             self._count(hash_tag(keys[self.left % len(keys)]))
-            self.left += 1 + int(self._random.random() * (2 * STRIDE - 1))
+            self.left += 1 + int(self._random.random() * (2 * self._stride - 1))
 
     def share(self) -> float:
         """Return the part of the reads that concern the hottest group, at least; 0 if

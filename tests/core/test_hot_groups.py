@@ -10,6 +10,8 @@ from infinistore.core import Client, StoreCore
 from infinistore.core.hot_groups import MOST_GROUPS, WINDOW, HotGroups
 from tests.core.test_store import put
 
+STRIDE = 64
+
 
 def read(groups: HotGroups, keys: list[str]) -> None:
     groups.left -= len(keys)
@@ -26,7 +28,7 @@ def test_it_is_about_the_share_of_what_was_read(blocks: int) -> None:
     chance = random.Random(1)
     popular = [1 / (number + 1) for number in range(2000)]
     reads = chance.choices(range(2000), popular, k=200_000 // blocks)
-    groups = HotGroups()
+    groups = HotGroups(STRIDE)
     for number in reads:
         read(groups, group(number, blocks))
     ((_, most),) = Counter(reads).most_common(1)
@@ -34,7 +36,7 @@ def test_it_is_about_the_share_of_what_was_read(blocks: int) -> None:
 
 
 def test_no_group_is_called_hot_where_all_are_read_as_often() -> None:
-    groups = HotGroups()
+    groups = HotGroups(STRIDE)
     for turn in range(100):
         for number in range(20 * MOST_GROUPS):
             read(groups, group(number, 1 + turn % 2))
@@ -42,14 +44,14 @@ def test_no_group_is_called_hot_where_all_are_read_as_often() -> None:
 
 
 def test_batches_that_begin_alike_are_sampled_everywhere() -> None:
-    groups = HotGroups()
+    groups = HotGroups(STRIDE)
     for number in range(10_000):
         read(groups, ["{first}/0", *group(number, 63)])
     assert groups.share() == pytest.approx(63 / 64 / 10_000 + 1 / 64, abs=0.01)
 
 
 def test_a_group_that_is_read_no_more_cools_down() -> None:
-    groups = HotGroups()
+    groups = HotGroups(STRIDE)
     for _ in range(WINDOW):
         read(groups, group(1, 64))
     assert groups.share() > 0.99
@@ -59,7 +61,7 @@ def test_a_group_that_is_read_no_more_cools_down() -> None:
 
 
 def test_a_few_reads_tell_nothing() -> None:
-    groups = HotGroups()
+    groups = HotGroups(STRIDE)
     for _ in range(10):
         read(groups, group(1, 64))
     assert groups.share() == 0
@@ -85,6 +87,7 @@ def look_up(core: StoreCore, client: Client, key: str) -> None:
 def test_every_way_to_read_counts(
     how: Callable[[StoreCore, Client, str], None], core: StoreCore, client: Client
 ) -> None:
+    core.hot_groups = HotGroups(STRIDE)
     put(core, client, {"{a}/1": b"x", "{b}/1": b"x"})
     for _ in range(5000):
         how(core, client, "{a}/1")
