@@ -25,6 +25,7 @@ from infinistore.server.disk import settle
 _log = logging.getLogger("infinistore.server")
 _MUCH = 0.1
 """The part of all puts that is worth a larger pool."""
+_SILENT_S = 3600.0
 
 
 async def evict_periodically(core: StoreCore, interval_s: float, low: float, high: float) -> None:
@@ -38,21 +39,21 @@ async def evict_periodically(core: StoreCore, interval_s: float, low: float, hig
 
 
 class SizeAdvice:
-    """Says in the log what a larger pool would have been worth, once: and again after
-    it would have been worth half as much.
+    """Says in the log what a larger pool would have been worth, at most once an hour:
+    the figures of a small pool change all the time.
     """
 
-    def __init__(self, pool: Pool) -> None:
+    def __init__(self, pool: Pool, clock: Callable[[], float] = trio.current_time) -> None:
         self._pool = pool
-        self._told = False
+        self._clock = clock
+        self._again_at = 0.0
 
     def tell(self, wanted: WantedPool) -> None:
         """Take what the store found out."""
-        if wanted.avoidable < _MUCH / 2:
-            self._told = False
-        if wanted.avoidable < _MUCH or self._told:
+        now = self._clock()
+        if wanted.avoidable < _MUCH or now < self._again_at:
             return
-        self._told = True
+        self._again_at = now + _SILENT_S
         capacity_bytes = self._pool.capacity_bytes
         _log.warning(
             "a larger pool would have had blocks that were evicted and put again",

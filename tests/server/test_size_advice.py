@@ -32,12 +32,16 @@ async def test_a_server_says_once_how_large_a_pool_its_prompts_want(caplog: pyte
     assert 10 <= vars(line)["percent_of_puts"] <= 100
 
 
-async def test_it_is_said_again_only_after_it_has_got_better(caplog: pytest.LogCaptureFixture) -> None:
+async def test_it_is_said_once_an_hour_however_the_figures_change(caplog: pytest.LogCaptureFixture) -> None:
+    now = 100.0
     async with simulated_server() as server:
-        advice = SizeAdvice(server.core.pool)
-    for avoidable in (0.09, 0.1, 0.5, 0.06, 0.3):
-        advice.tell(WantedPool(2.0, avoidable))
+        advice = SizeAdvice(server.core.pool, lambda: now)
+    advice.tell(WantedPool(2.0, 0.09))
+    assert not lines(caplog)
+    for _ in range(100):
+        for wanted in (WantedPool(2.0, 0.1), WantedPool(), WantedPool(2.0, 0.5), WantedPool(2.0, 0.06)):
+            advice.tell(wanted)
     assert len(lines(caplog)) == 1
-    advice.tell(WantedPool())
+    now += 3600
     advice.tell(WantedPool(2.0, 0.2))
     assert len(lines(caplog)) == 2
