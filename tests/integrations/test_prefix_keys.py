@@ -79,3 +79,13 @@ def test_a_configuration_counts_but_for_where_the_model_lies_and_what_runs_it() 
 
     assert fingerprint_of_config({**config, "_name_or_path": "/models/x"}) == fingerprint_of_config(config)
     assert fingerprint_of_config({**config, "rope_theta": 1e6}) != fingerprint_of_config(config)
+
+
+@given(TOKENS, SIZES, st.integers(0, 4), st.text(max_size=3), st.data())
+def test_a_chain_goes_on_from_hashes_that_are_known(
+    tokens: list[int], size: int, group: int, salt: str, data: st.DataObject
+) -> None:
+    whole = PrefixChain(size, salt, group_blocks=group).extend(tokens)
+    known = whole[: data.draw(st.integers(0, len(whole)))]
+
+    assert PrefixChain(size, salt, group_blocks=group, known=known).extend(tokens) == whole

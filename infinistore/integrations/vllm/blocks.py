@@ -179,6 +179,13 @@ def block_names(
     return BlockNames(prefix, tuple(layers), shards, group_blocks, told)
 
 
+def salt_key(cache_salt: str, first: int) -> bytes:
+    """Return what a block's hash depends on besides tokens, for a request with nothing
+    but a cache salt. `first` is the number of the block's first token.
+    """
+    return repr((("cache_salt", cache_salt),)).encode() if cache_salt and not first else b""
+
+
 def layer_labels(names: Sequence[str]) -> dict[str, str]:
     """Return a short label for each layer: its number, if that is unique."""
     numbers = {name: ".".join(re.findall(r"\d+", name)) for name in names}

@@ -37,7 +37,7 @@ from infinistore.integrations.vllm.announcements import Announcement
 from infinistore.integrations.vllm.background import Background
 from infinistore.integrations.vllm.blocks import Step
 from infinistore.integrations.vllm.kv_events import Stages, Teller, WorkerMetadata, offer_dumps, teller_of
-from infinistore.integrations.vllm.layout import Adapters, Layout, UnhashedInputs
+from infinistore.integrations.vllm.layout import Adapters, Layout, UnhashedInputs, announced_blocks
 from infinistore.integrations.vllm.loading import LoadChoice
 from infinistore.integrations.vllm.observations import COUNTERS, TIMES, Observations, merged
 from infinistore.integrations.vllm.resets import Deletion
@@ -223,7 +223,17 @@ class InfiniStoreConnector(KVConnectorBase_V1, SupportsHMA):
                 self._patient, prefix, lambda: self.scheduler_side.is_past_reset, self._background
             )
             writes = transfer.is_kv_producer and bool(layout.groups)
-            self._background.start(Announcement(self._patient, layout.names, record, writes=writes).renewing())
+            announced = announced_blocks(layout, kv_cache_config)
+            announcement = Announcement(
+                self._patient,
+                layout.names,
+                record,
+                writes=writes,
+                blocks=announced,
+                url=self._settings.announce_url.rstrip("/"),
+                cache_tokens=0 if announced is None else kv_cache_config.num_blocks * announced.block_tokens,
+            )
+            self._background.start(announcement.renewing())
         else:
             shard, replica = divmod(get_tensor_model_parallel_rank(), kv_cache_config.kv_tp_replicas)
             self._worker = WorkerSide(

@@ -38,6 +38,7 @@ from vllm.v1.kv_cache_interface import (
 from infinistore.errors import ConfigError
 from infinistore.integrations.internal.prefix_keys import fingerprint_of_config
 from infinistore.integrations.internal.weights import WeightFiles, identity_of_files, weight_files
+from infinistore.integrations.vllm.announcements import AnnouncedBlocks
 from infinistore.integrations.vllm.blocks import BlockNames, LayerGroup, LayerGroups, block_names, layer_labels
 from infinistore.integrations.vllm.settings import ConnectorSettings
 
@@ -436,6 +437,23 @@ def _names(
         shards=shards,
         group_blocks=max(1, settings.group_tokens // unit) if clustered else 0,
     )
+
+
+def announced_blocks(layout: Layout, kv_cache_config: KVCacheConfig) -> AnnouncedBlocks | None:
+    """Return what routers are told of the blocks; None if no group of layers attends to
+    all tokens.
+    """
+    full = next((group for group in layout.groups if group.is_full), None)
+    if full is None:
+        return None
+    bytes_per_token = 0.0
+    for group in layout.groups:
+        specs = _specs(kv_cache_config.kv_cache_groups[group.index])
+        each = len(group.layers) // len(specs)  # one for all layers, or one for each
+        bytes_per_token += each * sum(spec.page_size_bytes / spec.block_size for spec in specs)
+    names = attrs.evolve(layout.names, layers=full.layers)
+    hash_tokens = LayerGroups(layout.groups).hash_tokens
+    return AnnouncedBlocks(names, full.block_tokens, hash_tokens, max(1, round(bytes_per_token * names.shards)))
 
 
 def _kernels() -> object:

@@ -4,6 +4,7 @@ startup; and those of a request, of which it is ignored.
 
 from collections.abc import Mapping
 from typing import Any, Literal
+from urllib.parse import urlsplit
 
 import attrs
 
@@ -18,6 +19,14 @@ from infinistore.integrations.internal.settings import (
 )
 
 
+def _is_url(text: str) -> bool:
+    try:
+        parts = urlsplit(text)
+    except ValueError:
+        return False
+    return parts.scheme in ("http", "https") and bool(parts.hostname) and text.isprintable()
+
+
 def _is_whole(value: object) -> bool:
     return isinstance(value, int) and not isinstance(value, bool)
 
@@ -29,6 +38,10 @@ _TIME = must_be("a number of seconds above 0, at most 1e6", lambda value: is_tim
 _COUNT = must_be("a whole number above 0", lambda value: _is_whole(value) and value > 0)
 _PATH = must_be("the path of a file", lambda value: isinstance(value, str) and "\0" not in value)
 _PRIORITY = must_be("a whole number, or null", lambda value: value is None or _is_whole(value))
+_URL = must_be(
+    'a URL, such as "http://10.0.0.1:8000"',
+    lambda value: isinstance(value, str) and (not value or (_is_url(value) and len(value) <= 200)),
+)
 _SWITCH = must_be("true or false", lambda value: isinstance(value, bool))
 
 
@@ -79,6 +92,8 @@ class ConnectorSettings(RetentionSettings):
     """Where routers that come late ask which blocks there are, as "tcp://*:5559"."""
     events_dump_blocks: int = attrs.field(default=250_000, validator=_COUNT)
     """How many blocks are remembered for that."""
+    announce_url: str = attrs.field(default="", validator=_URL)
+    """Where clients reach this engine, for a router that asks the store."""
     reset: Literal["delete", "keep"] = attrs.field(default="delete", validator=_one_of("delete", "keep"))
     """What a reset of vLLM's cache does to the blocks in the store. vLLM resets it to
     sleep and to pause, too; with weights that never change, "keep" is right."""

@@ -6,10 +6,19 @@ from collections.abc import Sequence
 from typing import Any
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from infinistore import blocking
 from infinistore.errors import PermissionDenied, StoreUnavailable
-from infinistore.integrations.vllm.announcements import Announcement
+from infinistore.integrations.vllm.announcements import (
+    ENGINES_PREFIX,
+    URLS_PREFIX,
+    AnnouncedBlocks,
+    AnnouncedEngine,
+    Announcement,
+)
+from infinistore.integrations.vllm.blocks import BlockNames
 
 from .halves import ByHand, make_names, make_record
 
@@ -61,7 +70,9 @@ def test_engines_of_one_name_that_share_nothing_are_told_why(
     assert caplog.messages == [line]  # a renewal tells nothing again
 
 
-@pytest.mark.parametrize("value", [b"\xff", b"[1]", b"3", b"{", json.dumps({"namespace": 7}).encode()])
+@pytest.mark.parametrize(
+    "value", [b"\xff", b"[1]", b"3", b"{", b'{"facts": {"namespace": 7}}', b'{"facts": [], "blocks": 3}']
+)
 @pytest.mark.parametrize("writes", [True, False])
 def test_what_somebody_else_put_there_is_no_announcement(
     store: blocking.BlockingStore, caplog: pytest.LogCaptureFixture, value: bytes, *, writes: bool
@@ -213,3 +224,68 @@ def test_one_that_may_not_write_is_told_of_others(
     engine(store, writes=False, shards=2)
 
     assert "computes every prompt" in caplog.messages[1]
+
+
+NUMBERS = st.integers(1, 2**20)
+KINDS = st.builds(
+    lambda names, of_hash, times, size: AnnouncedBlocks(names, of_hash * times, of_hash, size),
+    st.builds(
+        BlockNames,
+        st.sampled_from(["vllm/model/0123", "vllm/namespace/model/0123"]),
+        st.lists(st.text(max_size=5), min_size=1, max_size=4).map(tuple),
+        NUMBERS,
+        st.integers(0, 64),
+    ),
+    NUMBERS,
+    NUMBERS,
+    NUMBERS,
+)
+JSON = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=6),
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=6), inner, max_size=3),
+    max_leaves=6,
+)
+
+
+@given(kind=KINDS)
+def test_a_router_reads_how_blocks_are_called(kind: AnnouncedBlocks) -> None:
+    assert AnnouncedBlocks.read(json.dumps({"facts": {}, "blocks": kind.value()}).encode()) == kind
+
+
+@given(engine=st.builds(AnnouncedEngine, st.text(max_size=30), st.text(max_size=30), NUMBERS))
+def test_a_router_reads_where_an_engine_is(engine: AnnouncedEngine) -> None:
+    assert AnnouncedEngine.read(engine.key, engine.value()) == engine
+
+
+@given(kind=KINDS, name=st.sampled_from(["prefix", "layers", "shards", "block_tokens", "other"]), junk=JSON)
+def test_what_somebody_else_put_there_is_never_an_error(kind: AnnouncedBlocks, name: str, junk: object) -> None:
+    for said in (junk, {"blocks": junk}, {"blocks": {**kind.value(), name: junk}}, {"engine": junk}):
+        value = json.dumps(said).encode()
+        found = AnnouncedBlocks.read(value)
+        assert found is None or found.block_tokens % found.hash_tokens == 0
+        AnnouncedEngine.read(f"{URLS_PREFIX}http://a", value)
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        *({"prefix": 3}, {"prefix": "vllm"}, {"layers": []}, {"layers": [3]}, {"layers": "01"}, {"shards": 0}),
+        *({"block_tokens": 10, "hash_tokens": 4}, {"hash_tokens": -1}, {"bytes_per_token": 1.5}, {"shards": True}),
+        *({"layers": ["0"] * 100_001}, {"bytes_per_token": 2**41}),
+    ],
+)
+def test_what_cannot_be_is_no_announcement(wrong: dict[str, object]) -> None:
+    kind = AnnouncedBlocks(BlockNames("vllm/model/0123", ("0",)), 16, 16, 1024)
+    assert AnnouncedBlocks.read(json.dumps({"blocks": {**kind.value(), **wrong}}).encode()) is None
+
+
+def test_an_engine_that_knows_its_url_is_found_by_it(store: blocking.BlockingStore) -> None:
+    names = make_names()
+    kind = AnnouncedBlocks(names, 16, 16, 1024)
+    Announcement(store, names, make_record(), writes=True, blocks=kind, url="http://a", cache_tokens=4800).announce()
+    (key,) = store.keys(URLS_PREFIX)
+    engine = AnnouncedEngine.read(key, bytes(store.get(key)))
+    assert engine == AnnouncedEngine("http://a", names.announcement, 4800)
+    assert names.announcement.startswith(ENGINES_PREFIX)
+    found = AnnouncedBlocks.read(bytes(store.get(names.announcement)))
+    assert found == kind

@@ -6,6 +6,7 @@ from itertools import combinations
 from typing import Any
 
 from infinistore.integrations.internal.prefix_keys import PrefixChain
+from infinistore.integrations.vllm.blocks import salt_key
 
 from .marks import NEEDS_VLLM
 
@@ -31,3 +32,8 @@ def test_requests_with_different_salts_share_no_key() -> None:
     for one, other in combinations(SALTS, 2):
         assert set(found[one]).isdisjoint(found[other]), (one, other)
     assert found == {salt: hashes_of("other", salt) for salt in SALTS}
+
+
+def test_a_router_knows_the_hashes_of_requests_with_a_salt() -> None:
+    for salt in SALTS:
+        assert PrefixChain(4, extra=lambda first, end: salt_key(salt, first)).extend(TOKENS) == hashes_of("one", salt)  # noqa: B023
