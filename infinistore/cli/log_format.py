@@ -10,10 +10,7 @@ import json
 import logging
 import sys
 from datetime import UTC, datetime
-from typing import TYPE_CHECKING, Any
-
-if TYPE_CHECKING:
-    from infinistore.config import ServerConfig
+from typing import Any
 
 # What every record has; anything else came by `extra=`.
 _NO_FIELDS = {*vars(logging.makeLogRecord({})), "message", "asctime", "taskName"}
@@ -56,14 +53,16 @@ class NoteFormatter(logging.Formatter):
         return f"infinistore: {record.getMessage()}{fields}"
 
 
-def set_up_logging(config: "ServerConfig", *, shard: int | None = None) -> None:
-    """Log to standard error as configured. Each line of a shard names it."""
+def set_up_logging(level: str, log_format: str, *, shard: int | None = None) -> None:
+    """Log to standard error from a level on, as auto, text or json. Each line of a
+    shard names it.
+    """
     handler = logging.StreamHandler(sys.stderr)
     if shard is not None:
         handler.addFilter(_OfShard(shard))
-    as_text = sys.stderr.isatty() if config.log_format == "auto" else config.log_format == "text"
+    as_text = sys.stderr.isatty() if log_format == "auto" else log_format == "text"
     handler.setFormatter(TerminalFormatter() if as_text else JsonFormatter())
-    logging.basicConfig(level=config.log_level.upper(), handlers=[handler])
+    logging.basicConfig(level=level.upper(), handlers=[handler])
 
 
 class _OfShard(logging.Filter):

@@ -75,7 +75,7 @@ def command(
         session_of(context).wants_tracebacks = config.log_level == "debug"
         if warning := kubernetes_port():
             note(warning)
-        set_up_logging(config)
+        set_up_logging(config.log_level, config.log_format)
         try:
             if check:
                 _check(config, as_json=as_json)

@@ -18,7 +18,7 @@ def _main() -> None:
         shard = ShardProcess(int(sys.argv[1]))
     except EOFError:  # the supervisor was killed meanwhile
         return
-    set_up_logging(shard.start.config, shard=shard.start.index)
+    set_up_logging(shard.start.config.log_level, shard.start.config.log_format, shard=shard.start.index)
     import trio
 
     trio.run(shard.run, calm_the_garbage_collector)

@@ -14,7 +14,6 @@ from hypothesis import strategies as st
 
 from infinistore import blocking
 from infinistore.cli.log_format import JsonFormatter, TerminalFormatter, set_up_logging
-from infinistore.config import ServerConfig
 from infinistore.errors import InfiniStoreException
 from tests.cli.conftest import StartProcess
 
@@ -67,7 +66,7 @@ def test_the_format_is_that_of_the_setting_or_of_where_it_goes(
     monkeypatch.setattr(sys, "stderr", SimpleNamespace(isatty=lambda: on_terminal))
     made: list[logging.Handler] = []
     monkeypatch.setattr(logging, "basicConfig", lambda *, level, handlers: made.extend(handlers))
-    set_up_logging(ServerConfig(log_format=setting))
+    set_up_logging("info", setting)
     assert isinstance(made[0].formatter, JsonFormatter) is is_json
 
 
