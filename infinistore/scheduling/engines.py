@@ -12,7 +12,7 @@ import itertools
 import math
 from collections import OrderedDict
 from collections.abc import Hashable, Iterable, Sequence
-from typing import Literal
+from typing import Final, Literal
 
 import attrs
 
@@ -25,6 +25,9 @@ Loads = Literal["always", "faster", "never"]
 """When an engine loads what the store has of a prompt: always, if that is cheaper than
 to compute it (`infinistore.scheduling.LoadAdvisor`), or never.
 """
+
+_SHARE_OF_LATEST: Final = 0.1
+"""What the latest request counts for in the mean of all."""
 
 
 class RecentBlocks:
@@ -173,6 +176,8 @@ class Engine:
         self._tokens = 0
         self._began = 0.0
         self._link_free_at = 0.0
+        self._usual_s = 0.0
+        self._others = 0
 
     def __repr__(self) -> str:
         return f"<Engine {self.name}: {self.requests} requests without a first token>"
@@ -188,11 +193,11 @@ class Engine:
         return self._tokens
 
     def queued_s(self, now: float) -> float:
-        """Return how long the prompts that it was sent take from now on, in seconds."""
-        head = self._head()
+        """Return how long the prompts that wait there take from now on, in seconds."""
+        head, others_s = self._head(), self._others * self._usual_s
         if head is None:
-            return 0.0
-        return max(0.0, self._compute_s - min(max(0.0, now - self._began_at(head)), head.plan.compute_s))
+            return others_s
+        return others_s + max(0.0, self._compute_s - min(max(0.0, now - self._began_at(head)), head.plan.compute_s))
 
     def link_queued_s(self, now: float) -> float:
         """Return when the link has loaded all that it was sent, in seconds from now."""
@@ -235,9 +240,16 @@ class Engine:
         sent = self._sent[name] = _Sent(plan, request.tokens, ready_at)
         heapq.heappush(self._by_ready, (ready_at, next(self._count), name, sent))
         self._compute_s += plan.compute_s
+        self._usual_s += (plan.compute_s - self._usual_s) * (_SHARE_OF_LATEST if self._usual_s else 1.0)
         self._tokens += request.tokens
         self.cache.add(request.hashes)
         return plan
+
+    def note_others(self, requests: int) -> None:
+        """Take into account that so many requests wait there that it was not sent by
+        this scheduler. Each counts as what was sent lately in the mean.
+        """
+        self._others = requests
 
     def answered(self, name: Hashable, now: float) -> None:
         """Take into account that the first token of a request came. One that is not
