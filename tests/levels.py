@@ -31,7 +31,7 @@ __all__ = ["FOLDERS", "Levels"]
 
 _UNIT: Final = "access allocators cluster core disk eviction fuzz mutants protocol scheduling"
 _WORLD: Final = (
-    "bad_days churn cli clients cluster_client cluster_io disk_io doctor dropin integrations monitor server"
+    "bad_days churn cli clients cluster_client cluster_io disk_io doctor dropin integrations monitor routing server"
     " shards simulation tensors transports"
 )
 _PROCESS: Final = "bench cluster_network deploy documentation end_to_end gpu packages packaging rdma site stress"

@@ -37,6 +37,7 @@ COMMANDS: Final = {
     "disk": ("Server", "infinistore.cli.disk:command"),
     "tenant": ("Server", "infinistore.cli.tenant:command"),
     "cluster": ("Server", "infinistore.cli.cluster:command"),
+    "route": ("Server", "infinistore.cli.route:command"),
     "put": ("Keys", "infinistore.cli.store_commands:put"),
     "get": ("Keys", "infinistore.cli.store_commands:get"),
     "exists": ("Keys", "infinistore.cli.store_commands:exists"),

@@ -78,6 +78,8 @@ MAY_IMPORT: dict[str, set[str]] = {
     # cluster_io: who is in a cluster, while it is watched.
     "monitor": {*GROUND, *PUBLIC, "cluster", "cluster_io"},
     "integrations": {*GROUND, *PUBLIC, "scheduling", "tensors"},
+    # integrations: how engines call their blocks.
+    "routing": {*GROUND, *PUBLIC, "integrations", "scheduling", "transports"},
     # allocators: `prepare_process` must be the first thing that a server's process
     # does.
     "cli": {
@@ -87,6 +89,7 @@ MAY_IMPORT: dict[str, set[str]] = {
             "infinistore",
             "demo",
             "monitor",
+            "routing",
             "doctor",
             "allocators",
             "eviction",
