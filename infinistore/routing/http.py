@@ -278,6 +278,8 @@ class Address:
 
 Connect: TypeAlias = Callable[[Address], Awaitable[trio.abc.Stream]]
 """Connects to an engine; raises OSError."""
+InThread: TypeAlias = Callable[..., Awaitable[Any]]
+"""Runs a function that would hold up the loop, as `trio.to_thread.run_sync`."""
 
 
 class Answer:

@@ -14,6 +14,7 @@ from infinistore.integrations.internal.prefix_keys import PrefixChain
 from infinistore.integrations.vllm.announcements import AnnouncedBlocks
 from infinistore.integrations.vllm.blocks import salt_key
 from infinistore.routing.fleet import BLOCK_TOKENS, Member, usual_blocks
+from infinistore.routing.http import InThread
 from infinistore.routing.metrics import Metrics
 from infinistore.routing.prompts import Known, Prompt, TokenMemory, joined
 from infinistore.scheduling import Request
@@ -37,12 +38,14 @@ class Lookups:
         metrics: Metrics,
         *,
         within_s: float,
+        in_thread: InThread = trio.to_thread.run_sync,
         memory: TokenMemory | None = None,
     ) -> None:
         self._store = store
         self._tokenize = tokenize
         self._metrics = metrics
         self._within_s = within_s
+        self._in_thread = in_thread
         self._memory = memory or TokenMemory()
 
     async def request_of(self, prompt: Prompt, members: Sequence[Member]) -> Request:
@@ -61,7 +64,7 @@ class Lookups:
         if len(known.tokens) - len(known.hashes) * _hash_tokens(blocks) < _IN_A_THREAD:
             hashes = _hashes(blocks, prompt.salt, known)
         else:
-            hashes = await trio.to_thread.run_sync(_hashes, blocks, prompt.salt, known)
+            hashes = await self._in_thread(_hashes, blocks, prompt.salt, known)
         self._memory.add(prompt, attrs.evolve(known, hashes=hashes))
         each = 1 if blocks is None else blocks.block_tokens // blocks.hash_tokens
         of_blocks = hashes[each - 1 :: each]

@@ -31,6 +31,7 @@ from infinistore.routing.http import (
     Connect,
     EngineFailed,
     HttpLimits,
+    InThread,
     Refused,
     asking,
 )
@@ -93,11 +94,17 @@ class Router:
     """
 
     def __init__(
-        self, options: RouterOptions, store: AsyncStore | None = None, *, connect: Connect = Address.connect
+        self,
+        options: RouterOptions,
+        store: AsyncStore | None = None,
+        *,
+        connect: Connect = Address.connect,
+        in_thread: InThread = trio.to_thread.run_sync,
     ) -> None:
         """Raises ConfigError for a policy that cannot be used."""
         self._options = options
         self._connect = connect
+        self._in_thread = in_thread
         self._policy: Policy = create_policy(options.policy)
         self._simple = LeastWork()
         self._policy_failed = False
@@ -110,10 +117,11 @@ class Router:
             announced=options.announced,
             key=self._key,
             connect=connect,
+            in_thread=in_thread,
         )
         self.fleet = self._watcher.fleet
         self.metrics = Metrics(lambda: list(self.fleet), trio.current_time)
-        self._lookups = Lookups(store, self._tokenize, self.metrics, within_s=options.tokenize_s)
+        self._lookups = Lookups(store, self._tokenize, self.metrics, within_s=options.tokenize_s, in_thread=in_thread)
         self._clients: set[ClientConnection] = set()
         self._left = trio.Event()
         """Set when a client has left."""
@@ -257,7 +265,7 @@ class Router:
 
     async def _generate(self, client: ClientConnection, asked: Asked) -> None:
         """Answer a request with a prompt."""
-        body = await _decoded(asked.body)
+        body = await self._decoded(asked.body)
         prompt = read_prompt(asked.path, body)
         members = self._able(prompt.model)
         request = await self._lookups.request_of(prompt, members)
@@ -273,9 +281,16 @@ class Router:
                 reason = "decode"
         await self._send(_Job(client, asked, prompt, request), others or prefills, reason)
 
+    async def _decoded(self, body: bytes) -> object:
+        """Return what a body says; None if it is no JSON, which the engine will say."""
+        try:
+            return json.loads(body) if len(body) < _LARGE_BYTES else await self._in_thread(json.loads, body)
+        except (ValueError, RecursionError):
+            return None
+
     async def _pass_on(self, client: ClientConnection, asked: Asked) -> None:
         """Send a request without a prompt to an engine as it is."""
-        body = await _decoded(asked.body) if asked.body else None
+        body = await self._decoded(asked.body) if asked.body else None
         model = body.get("model") if isinstance(body, dict) else None
         members = self._able(model if isinstance(model, str) else "")
         await self._send(_Job(client, asked, Prompt(), Request(1)), members, "other path")
@@ -429,13 +444,3 @@ async def _first_piece(answer: Answer, limits: HttpLimits, member: Member) -> by
     with trio.move_on_after(limits.first_byte_s):
         return await answer.piece()
     raise EngineFailed(f"{member.address.url} has not answered within {limits.first_byte_s:g} s")
-
-
-async def _decoded(body: bytes) -> object:
-    """Return what a body says; None if it is no JSON, which the engine will say."""
-    try:
-        if len(body) < _LARGE_BYTES:
-            return json.loads(body)
-        return await trio.to_thread.run_sync(json.loads, body)
-    except (ValueError, RecursionError):
-        return None

@@ -21,7 +21,7 @@ from infinistore.integrations.vllm.announcements import (
     AnnouncedEngine,
 )
 from infinistore.routing.fleet import Fleet, Member, Role
-from infinistore.routing.http import Address, Asked, Connect, EngineFailed, HttpLimits, asking
+from infinistore.routing.http import Address, Asked, Connect, EngineFailed, HttpLimits, InThread, asking
 
 _log = logging.getLogger("infinistore.router")
 _PROBE_S: Final = 1.0
@@ -49,6 +49,7 @@ class Watcher:
         announced: bool = False,
         key: str | None = None,
         connect: Connect = Address.connect,
+        in_thread: InThread = trio.to_thread.run_sync,
     ) -> None:
         self.fleet = Fleet()
         self._engines = engines
@@ -57,6 +58,7 @@ class Watcher:
         self._uses_announced = announced
         self._key = key
         self._connect = connect
+        self._in_thread = in_thread
         self._probing: dict[Member, trio.CancelScope] = {}
         self._from_file: Mapping[str, tuple[Address, Role]] = {}
         self._from_store: Mapping[str, tuple[Address, Role]] = {}
@@ -73,7 +75,7 @@ class Watcher:
         """
         file = self._file
         if file is not None:
-            self._from_file = await trio.to_thread.run_sync(read_engines, file)
+            self._from_file = await self._in_thread(read_engines, file)
         async with trio.open_nursery() as nursery:
             self._tasks = nursery
             await self._read_announcements()
@@ -157,7 +159,7 @@ class Watcher:
         while True:
             await trio.sleep(_PROBE_S)
             try:
-                found = await trio.to_thread.run_sync(read_engines, file)
+                found = await self._in_thread(read_engines, file)
             except ConfigError as error:
                 if str(error) != problem:
                     problem = str(error)
