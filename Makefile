@@ -269,7 +269,7 @@ format: $(VENV)/.installed-dev ## put formatting and imports in order
 # A benchmark is a file in bench/ that can be run; the others there are what benchmarks share. ttft.py has an environment
 # and a target of its own, for itself and what it runs; and so has compare.py; gpu.py keeps a report; guard.py and versions.py compare with something.
 bench: $(VENV)/.installed-test ## run the benchmarks; BENCH_ARGS adds arguments
-	@set -e; programs=$$(grep -l '__name__ == "__main__"' bench/*.py | grep -v -E '/(approximate|ttft|small_llama|serve_bench|gpu|gpu_machine|prefill_decode_proxy|vllm_command|[a-z]+_engine|guard|versions|compare|disk_beside)\.py'); \
+	@set -e; programs=$$(grep -l '__name__ == "__main__"' bench/*.py | grep -v -E '/(approximate|ttft|small_llama|serve_bench|gpu|gpu_machine|vllm_command|[a-z]+_engine|guard|versions|compare|disk_beside)\.py'); \
 	for program in $$programs; do echo "== $$program"; $(BIN)/python "$$program" $(BENCH_ARGS); done
 
 compare: .venvs/compare/.installed .venvs/original/.installed ## measure this store and Redis, memcached and Mooncake in turns; COMPARE_ARGS adds arguments

@@ -21,7 +21,9 @@ The ways:
     disk        as connector, and what is warm is on the server's disk only
     windows     as connector, with a model like Gemma 3: five of six layers have a
                 sliding window of 512 tokens, of which only the last is stored and read
-    pair        one vLLM that prefills and one that decodes, behind a proxy
+    pair        one vLLM that prefills and one that decodes, behind `infinistore route`
+    routed      conversations of ten turns over two vLLMs and a store, behind
+                `infinistore route`: soonest and round robin, in turns
     kill        the store dies by SIGKILL while requests wait, and starts again empty:
                 no request fails, and the same vLLM stores and finds blocks again
     overhead    nothing to reuse: rounds with the connector and without, in turns

@@ -3,8 +3,10 @@ what they are.
 """
 
 import json
+import random
 import statistics
 from collections.abc import Awaitable, Callable
+from operator import truediv
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -20,6 +22,8 @@ OVERHEAD_ROUNDS = 4
 OVERHEAD_AT_LEAST = 2
 """Rounds of each, however long they take."""
 PAIR_TOKENS = 8
+CONVERSATIONS, TURNS, TURN_TOKENS = 8, 10, 4
+ROUTED_ROUNDS = 3
 
 
 class Row(NamedTuple):
@@ -142,19 +146,76 @@ async def with_windows(bench: Bench) -> Outcome:
 
 
 async def with_pair(bench: Bench) -> Outcome:
-    """Through the proxy first; then the prefill server alone, which reads nothing."""
+    """Through the router first; then the prefill server alone, which reads nothing."""
     alone = "--no-enable-prefix-caching"
     async with bench.store() as store:
         url = f"infinistore://{store.address}"
         async with (
             bench.vllm(connector(url, "kv_producer"), alone) as prefill,
             bench.vllm(connector(url, "kv_consumer"), alone) as decode,
-            bench.proxy(prefill, decode) as proxy,
+            bench.router("--prefill", prefill.url, "--decode", decode.url, "--split-above", "0") as router,
         ):
-            by_proxy = await bench.round("pair, by the proxy", proxy, reader=decode, answer_tokens=PAIR_TOKENS)
+            routed = await bench.round("pair, routed", router, reader=decode, answer_tokens=PAIR_TOKENS)
             one = await bench.round("pair, one computes", prefill, answer_tokens=PAIR_TOKENS)
-    rows = [Row("pair", "one alone", one, True), Row("pair", "by proxy", by_proxy, by_proxy.answers == one.answers)]
-    return Outcome(rows, {}, failed=not by_proxy.hit_tokens)
+    rows = [Row("pair", "one alone", one, True), Row("pair", "routed", routed, routed.answers == one.answers)]
+    return Outcome(rows, {}, failed=not routed.hit_tokens)
+
+
+def conversation(bench: Bench, number: int) -> list[list[int]]:
+    """Return what is said in each turn: a beginning of any length, and then a little."""
+    generator = random.Random(number)
+    longest = bench.tokens // 2
+    lengths = [generator.randint(longest // 8, longest)]
+    lengths += [generator.randint(1, 2 * longest // TURNS - 2 * TURN_TOKENS) for _ in range(TURNS - 1)]
+    return [bench.prompt(f"turn {number} {turn}")[:length] for turn, length in enumerate(lengths)]
+
+
+async def converse(bench: Bench, server: Vllm, salt: str) -> tuple[list[float], list[str]]:
+    """Hold several conversations at a time; return when first tokens came, and all
+    answers. Others have nothing of these, for they have another salt.
+    """
+    times: list[float] = []
+    answers = [""] * CONVERSATIONS
+
+    async def hold(number: int) -> None:
+        prompt: list[int] = []
+        for said in conversation(bench, number):
+            prompt += said
+            took_s, answer = await bench.streamed(server, prompt, TURN_TOKENS, salt)
+            times.append(took_s)
+            answers[number] += answer + "\n"
+            bench.advance(1 / CONVERSATIONS / TURNS)
+
+    async with trio.open_nursery() as nursery:
+        for number in range(CONVERSATIONS):
+            nursery.start_soon(hold, number)
+    return times, answers
+
+
+async def with_routed(bench: Bench) -> Outcome:
+    """Conversations over the same two vLLMs and their store, by two policies."""
+    means: dict[str, list[float]] = {"soonest": [], "round-robin": []}
+    told: list[list[str]] = []
+    async with bench.store(share=4) as store:
+        url = f"infinistore://{store.address}"
+        async with (
+            bench.vllm(connector(url), unbound=True) as one,
+            bench.vllm(connector(url), unbound=True) as other,
+        ):
+            for number in range(ROUTED_ROUNDS):
+                for policy in list(means) if number % 2 else reversed(means):
+                    bench.tell(f"routed, {policy}, {number + 1} of {ROUTED_ROUNDS}")
+                    flags = ["--store", url, "--engine", one.url, "--engine", other.url, "--policy", policy]
+                    async with bench.router(*flags) as router:
+                        times, answers = await converse(bench, router, f"{policy} {number}")
+                    means[policy].append(statistics.fmean(times))
+                    told.append(answers)
+    ratio = statistics.median(map(truediv, means["soonest"], means["round-robin"]))
+    same = all(answers == told[0] for answers in told)
+    each = "; ".join(f"{name}: {', '.join(f'{mean:.2f}' for mean in found)}" for name, found in means.items())
+    text = f"{CONVERSATIONS} conversations of {TURNS} turns over two vLLMs: the mean time to the first token by"
+    text += f" soonest is {ratio:.2f} of that by round robin (s {each}), {'the same' if same else 'OTHER'} answers"
+    return Outcome([], {"soonest / round-robin": ratio, "same": same}, text, failed=not same)
 
 
 async def ask_all(
@@ -259,6 +320,7 @@ WAYS: dict[str, tuple[Callable[[Bench], Awaitable[Outcome]], float]] = {
     "disk": (with_disk, 4),
     "windows": (with_windows, 4),
     "pair": (with_pair, 4),
+    "routed": (with_routed, 2 + 2 * ROUTED_ROUNDS),
     "kill": (with_kill, 3),
     "overhead": (with_overhead, 2 + 2 * OVERHEAD_ROUNDS),
 }

@@ -18,6 +18,8 @@ from typing import Any, NamedTuple
 
 import trio
 
+from infinistore.routing import Address, HttpLimits
+from infinistore.routing.http import Asked, asking
 from programs import Program, ProgramError, free_port, running
 from small_llama import VOCABULARY
 
@@ -69,7 +71,7 @@ class Store(NamedTuple):
 
 
 class Vllm(NamedTuple):
-    """A `vllm serve` that runs, or a proxy before several."""
+    """A `vllm serve` that runs, or a router before several."""
 
     program: Program
     url: str
@@ -174,19 +176,35 @@ class Bench:
             yield made
 
     @asynccontextmanager
-    async def proxy(self, prefill: Vllm, decode: Vllm) -> AsyncIterator[Vllm]:
-        """Run the proxy before a pair."""
+    async def router(self, *flags: str) -> AsyncIterator[Vllm]:
+        """Run the router before vLLMs, which have to be up."""
         port = free_port()
-        servers = ["--prefill", prefill.url, "--decode", decode.url]
-        command = [str(_HERE / "prefill_decode_proxy.py"), "--port", str(port), *servers]
-        async with self._running("proxy", command) as program:
-            await program.wait_until_it_says("^ready", limit_s=60)
+        command = ["-P", "-m", "infinistore", "route", "--port", str(port), "--tokenize-timeout", "1", *flags]
+        async with self._running("router", command) as program:
+            await program.wait_until_it_says("^routing on", limit_s=60)
             yield Vllm(program, f"http://127.0.0.1:{port}")
 
     def prompt(self, name: str) -> list[int]:
         """Return a prompt that begins like no other one."""
         generator = random.Random(name)
         return [generator.randrange(VOCABULARY) for _ in range(self.tokens)]
+
+    async def streamed(self, server: Vllm, prompt: list[int], tokens: int, salt: str) -> tuple[float, str]:
+        """Ask one prompt; return when the first token came, in seconds, and the answer.
+        ProgramError if the request fails.
+        """
+        asked = {"model": MODEL, "prompt": prompt, "max_tokens": tokens, "temperature": 0, "ignore_eos": True}
+        body = json.dumps({**asked, "stream": True, "cache_salt": salt}).encode()
+        request = Asked(b"POST", b"/v1/completions", [(b"content-type", b"application/json")], body)
+        began = trio.current_time()
+        async with asking(Address.of(server.url), request, HttpLimits()) as answer:
+            first = await answer.piece()
+            took_s = trio.current_time() - began
+            text = (first + await answer.rest(1 << 24)).decode()
+        if answer.status != 200:
+            raise ProgramError(f"a stream failed: {text[:300]}; the log of the server is {server.program.log}")
+        parts = [json.loads(line[6:]) for line in text.splitlines() if line.startswith("data: {")]
+        return took_s, "".join(part["choices"][0]["text"] for part in parts if part["choices"])
 
     async def ask(self, server: Vllm, prompt: list[int], tokens: int = 1) -> str:
         """Ask one prompt; return the answer. ProgramError if the request fails."""
