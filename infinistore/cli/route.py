@@ -2,6 +2,7 @@
 
 import signal
 import sys
+from collections.abc import Callable
 from contextlib import AsyncExitStack
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
@@ -19,6 +20,8 @@ if TYPE_CHECKING:
 
 _ENGINES, _CLIENTS, _LIMITS = "Engines", "Clients", "Limits"
 _FILE: Final = click.Path(path_type=Path)
+_STORE_S: Final = 5.0
+"""How long the store may take to list engines; for a prompt, it has far less."""
 _POSITIVE: Final = click.FloatRange(min=0, min_open=True)
 
 
@@ -208,16 +211,29 @@ async def _run(
     async with AsyncExitStack() as stack:
         store = None
         if store_url is not None:
-            store = await stack.enter_async_context(open_store(store_url, lazy=True, name="router"))
+            store = await stack.enter_async_context(
+                open_store(store_url, lazy=True, name="router", deadline_s=_STORE_S)
+            )
         router = Router(options, store)
         listeners, port = listen(host, port, *tls)
+        for listener in listeners:
+            stack.push_async_callback(listener.aclose)
         scheme = "http" if tls[0] is None else "https"
         if options.token is None and not is_loopback(host):
             note(f"--host {host} without --token-file: whoever reaches the port may use the engines")
-        stop = trio.Event()
+        stop, starting = trio.Event(), trio.CancelScope()
         async with trio.open_nursery() as nursery:
-            nursery.start_soon(_stop_at_signal, stop, nursery.cancel_scope, interrupts)
-            await nursery.start(router.run)
+
+            def end() -> None:
+                stop.set()
+                starting.cancel()
+
+            await nursery.start(_stop_at_signal, end, nursery.cancel_scope.cancel, interrupts)
+            with starting:
+                await nursery.start(router.run)
+            if starting.cancelled_caught:
+                nursery.cancel_scope.cancel()
+                return
             up = sum(member.is_up for member in router.fleet)
             _announce(
                 f"routing on {scheme}://{_bracketed(host)}:{port} to {len(router.fleet)} engines,"
@@ -227,17 +243,20 @@ async def _run(
             nursery.cancel_scope.cancel()
 
 
-async def _stop_at_signal(stop: Any, scope: Any, interrupts: list[int]) -> None:
-    """Stop in good order at a signal, and at once at another one."""
+async def _stop_at_signal(
+    end: Callable[[], None], end_now: Callable[[], None], interrupts: list[int], *, task_status: Any
+) -> None:
+    """End in good order at a signal, and at once at another one."""
     import trio
 
     with trio.open_signal_receiver(signal.SIGINT, signal.SIGTERM) as signals:
+        task_status.started()
         number = await anext(signals)
         if number == signal.SIGINT:
             interrupts.append(number)
-        stop.set()
+        end()
         await anext(signals)
-        scope.cancel()
+        end_now()
 
 
 def _announce(line: str) -> None:
