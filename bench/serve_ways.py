@@ -193,14 +193,14 @@ async def converse(bench: Bench, server: Vllm, salt: str) -> tuple[list[float], 
 
 
 async def with_routed(bench: Bench) -> Outcome:
-    """Conversations over the same two vLLMs and their store, by two policies."""
+    """Conversations over the same two vLLMs, a core for each, by two policies."""
     means: dict[str, list[float]] = {"soonest": [], "round-robin": []}
     told: list[list[str]] = []
     async with bench.store(share=4) as store:
         url = f"infinistore://{store.address}"
         async with (
-            bench.vllm(connector(url), unbound=True) as one,
-            bench.vllm(connector(url), unbound=True) as other,
+            bench.vllm(connector(url), core=0) as one,
+            bench.vllm(connector(url), core=1) as other,
         ):
             for number in range(ROUTED_ROUNDS):
                 for policy in list(means) if number % 2 else reversed(means):

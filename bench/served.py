@@ -139,12 +139,13 @@ class Bench:
         lmcache: Path | None = None,
         model: Path | None = None,
         unbound: bool = False,
+        core: int | None = None,
     ) -> AsyncIterator[Vllm]:
         """Run `vllm serve`, of the common model or another, which has answered one
         prompt that no other one begins like.
 
         vLLM binds its threads to cores, and to one core fewer where it has a connector:
-        `unbound` has both compute with all of them.
+        `unbound` has both compute with all of them, and `core` binds one to a core.
         """
         port = free_port()
         sizes = ["--block-size", str(BLOCK_TOKENS), "--max-model-len", str(self.tokens + 256), "--dtype", "float32"]
@@ -164,6 +165,7 @@ class Bench:
             "VLLM_CPU_KVCACHE_SPACE": str(math.ceil(self.cache_bytes * 1.1 / 2**30)),
             **({} if lmcache is None else {"LMCACHE_CONFIG_FILE": str(lmcache)}),
             **(_ALL_CORES if unbound else {}),
+            **({} if core is None else {"VLLM_CPU_OMP_THREADS_BIND": str(core), "OMP_NUM_THREADS": "1"}),
         }
         command = [str(_HERE / "vllm_command.py"), *serve, *sizes, "--enforce-eager", *given, *flags]
         self.tell("vLLM starts")

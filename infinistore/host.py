@@ -14,6 +14,7 @@ import errno
 import os
 import platform
 import re
+import resource
 import sys
 import threading
 from collections.abc import Callable, Iterator, Mapping
@@ -324,3 +325,14 @@ def _system_call(number: int, *arguments: object) -> int:
     libc = ctypes.CDLL(None, use_errno=True)
     libc.syscall.restype = ctypes.c_long
     return 0 if libc.syscall(ctypes.c_long(number), *arguments) == 0 else ctypes.get_errno()
+
+
+def raise_descriptor_limit(wanted: int) -> int:
+    """Raise the soft limit of descriptors to `wanted` if possible; return the limit."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if soft == resource.RLIM_INFINITY:
+        return wanted
+    if soft < wanted:
+        soft = wanted if hard == resource.RLIM_INFINITY else min(wanted, hard)
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+    return soft

@@ -22,6 +22,8 @@ _ENGINES, _CLIENTS, _LIMITS = "Engines", "Clients", "Limits"
 _FILE: Final = click.Path(path_type=Path)
 _STORE_S: Final = 5.0
 """How long the store may take to list engines; for a prompt, it has far less."""
+_SPARE_DESCRIPTORS: Final = 256
+"""Beside two for each client: for probes, the store and files."""
 _POSITIVE: Final = click.FloatRange(min=0, min_open=True)
 
 
@@ -143,6 +145,7 @@ def command(
     """
     import trio
 
+    from infinistore.host import raise_descriptor_limit
     from infinistore.routing import HttpLimits, RouterOptions
     from infinistore.secret_files import read_token
 
@@ -153,6 +156,10 @@ def command(
     named = _named(engines=engines, prefills=prefills, decodes=decodes)
     if not named and engines_file is None and not announced:
         raise ConfigError("there is no engine: give --engine URL, --engines-file FILE or --announced")
+    room = (raise_descriptor_limit(2 * max_connections + _SPARE_DESCRIPTORS) - _SPARE_DESCRIPTORS) // 2
+    if room < max_connections:
+        max_connections = max(1, room)
+        note(f"this process may open few descriptors (ulimit -n), so that {max_connections} clients can be connected")
     limits = HttpLimits(body_bytes=max_body_size, first_byte_s=first_byte_timeout, answer_s=answer_timeout)
     options = RouterOptions(
         engines=named,

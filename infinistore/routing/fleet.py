@@ -45,6 +45,8 @@ class Member:
         """How many requests of this router it answers just now."""
         self.picked: Counter[str] = Counter()
         """How many requests it was sent, by the reason."""
+        self.failed_requests = 0
+        """How many it did not answer."""
         self.first_tokens: deque[tuple[float, float]] = deque(maxlen=_MOST_TIMES)
         """The times to the first token of the last streams, in seconds: as predicted,
         and as it was."""
@@ -85,6 +87,7 @@ class Member:
             "first_token_s": median(real) if real else None,
             "predicted_first_token_s": median(predicted) if predicted else None,
             "picks": dict(self.picked),
+            "failed": self.failed_requests,
         }
 
     def failed(self, problem: str) -> bool:

@@ -40,6 +40,8 @@ class HttpLimits:
 
     head_bytes: int = 32 * 1024
     body_bytes: int = 64 * 1024 * 1024
+    short_body_bytes: int = 1024 * 1024
+    """Of longer bodies, few are kept at a time; the others wait."""
     idle_s: float = 60.0
     """From the end of an answer to the head of the next request."""
     body_s: float = 60.0
@@ -93,12 +95,16 @@ class Asked:
 
 
 class ClientConnection:
-    """The connection of one client."""
+    """The connection of one client. `long_bodies` limits how many are kept."""
 
-    def __init__(self, stream: trio.abc.Stream, limits: HttpLimits) -> None:
+    def __init__(
+        self, stream: trio.abc.Stream, limits: HttpLimits, long_bodies: trio.CapacityLimiter | None = None
+    ) -> None:
         self._stream = stream
         self._limits = limits
         self._h11 = h11.Connection(h11.SERVER, max_incomplete_event_size=limits.head_bytes)
+        self._long_bodies = long_bodies or trio.CapacityLimiter(1)
+        self._is_long = False
         self._waiting: trio.CancelScope | None = None
         self.is_last = False
         """Whether the connection ends with the request that is answered now."""
@@ -110,6 +116,7 @@ class ClientConnection:
             Refused: it is none, or not allowed. No other may follow.
             ClientGone: the connection is broken.
         """
+        self.release()
         if self._h11.our_state is h11.DONE:
             if self.is_last or self._h11.their_state is not h11.DONE:
                 return None
@@ -131,6 +138,12 @@ class ClientConnection:
             raise ClientGone from None
         raise Refused(408, f"the request's body had not come within {self._limits.body_s:g} s")
 
+    def release(self) -> None:
+        """Forget that the last request was long: nothing keeps its body any more."""
+        if self._is_long:
+            self._is_long = False
+            self._long_bodies.release_on_behalf_of(self)
+
     def finish(self) -> None:
         """Close the connection after the answer that is under way, or now."""
         self.is_last = True
@@ -150,6 +163,9 @@ class ClientConnection:
             body += event.data
             if len(body) > most:
                 raise Refused(413, too_large)
+            if len(body) > self._limits.short_body_bytes and not self._is_long:
+                await self._long_bodies.acquire_on_behalf_of(self)
+                self._is_long = True
         return attrs.evolve(asked, body=bytes(body))
 
     async def _event(self) -> Any:

@@ -4,7 +4,7 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Final
 
 from prometheus_client import CollectorRegistry, Counter, Histogram, generate_latest
-from prometheus_client.core import GaugeMetricFamily, Metric
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.exposition import CONTENT_TYPE_LATEST
 
 from infinistore.routing.fleet import Member
@@ -22,10 +22,8 @@ class Metrics:
         self._members = members
         self._now = now
         self._registry.register(self)
-        self.picks = self._counter("picks", "Requests sent to an engine, by the reason.", "engine", "reason")
         self.prompts = self._counter("prompts", "Prompts, by what was known of them.", "known")
         self.prompt_tokens = self._counter("prompt_tokens", "Tokens of prompts, by where they were expected.", "source")
-        self.failures = self._counter("engine_failures", "Requests that an engine did not answer.", "engine")
         self.refused = self._counter("refused_requests", "Requests that the router answered with an error.", "status")
         self.store_failures = self._counter("store_failures", "Prompts for which the store did not answer in time.")
         self.clients_gone = self._counter("clients_gone", "Requests whose client left before the end.")
@@ -39,7 +37,15 @@ class Metrics:
         return Histogram(_PREFIX + name, meaning, buckets=_BOUNDS_S, registry=self._registry)
 
     def collect(self) -> Iterator[Metric]:
-        """Yield what is read off the engines when somebody asks."""
+        """Yield what is read off the engines when somebody asks: an engine that is no
+        more is not told of.
+        """
+        picks = CounterMetricFamily(
+            f"{_PREFIX}picks", "Requests sent to an engine, by the reason.", labels=["engine", "reason"]
+        )
+        failed = CounterMetricFamily(
+            f"{_PREFIX}engine_failures", "Requests that an engine did not answer.", labels=["engine"]
+        )
         up = GaugeMetricFamily(f"{_PREFIX}engine_up", "Whether requests may go to an engine.", labels=["engine"])
         waiting = GaugeMetricFamily(f"{_PREFIX}waiting_requests", "Requests without a first token.", labels=["engine"])
         queued = GaugeMetricFamily(f"{_PREFIX}queue_seconds", "What they take, by guess.", labels=["engine"])
@@ -48,7 +54,10 @@ class Metrics:
             up.add_metric(url, float(member.is_up))
             waiting.add_metric(url, member.engine.requests)
             queued.add_metric(url, member.engine.queued_s(self._now()))
-        yield from (up, waiting, queued)
+            failed.add_metric(url, member.failed_requests)
+            for reason, count in member.picked.items():
+                picks.add_metric([*url, reason], count)
+        yield from (up, waiting, queued, picks, failed)
 
     def text(self) -> bytes:
         """Return all of them, as Prometheus reads them."""

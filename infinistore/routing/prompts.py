@@ -148,7 +148,7 @@ class Known:
 class TokenMemory:
     """The prompts that were tokenized last, `most_tokens` tokens in all."""
 
-    def __init__(self, most_tokens: int = 4_000_000) -> None:
+    def __init__(self, most_tokens: int = 2_000_000) -> None:
         self._most_tokens = most_tokens
         self._tokens = 0
         self._known: OrderedDict[bytes, Known] = OrderedDict()
@@ -167,6 +167,7 @@ class TokenMemory:
         """Remember a prompt. Those that were used longest ago are forgotten."""
         if not prompt.marks or len(known.tokens) > self._most_tokens:
             return
+        known = attrs.evolve(known, tokens=array("q", known.tokens))  # eight bytes each
         before = self._known.pop(prompt.marks[-1], None)
         self._tokens += len(known.tokens) - (len(before.tokens) if before is not None else 0)
         self._known[prompt.marks[-1]] = known

@@ -44,6 +44,7 @@ from infinistore.scheduling import LeastWork, Plan, Policy, Request, create_poli
 _log = logging.getLogger("infinistore.router")
 _MOST_SAID_BYTES: Final = 16 * 1024 * 1024
 """The answer to a prompt that is only computed."""
+_MOST_LONG_BODIES: Final = 16
 _LARGE_BYTES: Final = 1024 * 1024
 """A body from this length on is decoded beside the loop."""
 STATUS_PATH: Final = "/infinistore/engines"
@@ -123,6 +124,7 @@ class Router:
         self.metrics = Metrics(lambda: list(self.fleet), trio.current_time)
         self._lookups = Lookups(store, self._tokenize, self.metrics, within_s=options.tokenize_s, in_thread=in_thread)
         self._clients: set[ClientConnection] = set()
+        self._long_bodies = trio.CapacityLimiter(_MOST_LONG_BODIES)
         self._left = trio.Event()
         """Set when a client has left."""
         self._count = 0
@@ -167,7 +169,7 @@ class Router:
 
     async def serve_client(self, stream: trio.abc.Stream) -> None:
         """Serve one connection until its client leaves or breaks a rule."""
-        client = ClientConnection(stream, self._options.limits)
+        client = ClientConnection(stream, self._options.limits, self._long_bodies)
         self._clients.add(client)
         try:
             async with stream:
@@ -177,6 +179,7 @@ class Router:
         except Exception:  # noqa: BLE001  # a fault of ours in one connection must not end all the others
             _log.exception("a connection ended by an internal error")
         finally:
+            client.release()
             self._clients.discard(client)
             self._left.set()
 
@@ -312,12 +315,11 @@ class Router:
             member = self._pick(job.request, left)
             left.remove(member)
             member.picked[reason] += 1
-            self.metrics.picks.labels(member.address.url, reason).inc()
             try:
                 return await self._forward(job, member)
             except EngineFailed as error:
                 problems.append(str(error))
-                self.metrics.failures.labels(member.address.url).inc()
+                member.failed_requests += 1
                 self._watcher.note_failure(member, error)
         raise Refused(502, f"no engine has answered: {'; '.join(problems[:4])}")
 
@@ -360,7 +362,7 @@ class Router:
                             await client.pass_on(piece)
                             piece = await answer.piece()
                     except EngineFailed as error:  # too late for another one
-                        self.metrics.failures.labels(member.address.url).inc()
+                        member.failed_requests += 1
                         self._watcher.note_failure(member, error)
                         raise ClientGone from None
                 if scope.cancelled_caught:
@@ -379,7 +381,6 @@ class Router:
             member = self._pick(request, left)
             left.remove(member)
             member.picked["prefill"] += 1
-            self.metrics.picks.labels(member.address.url, "prefill").inc()
             limits = self._options.limits
             try:
                 with self._sent(member, request, followed=True) as (_, answered):
@@ -389,7 +390,7 @@ class Router:
                             return False  # the other engine will say why
                         answered()
             except EngineFailed as error:
-                self.metrics.failures.labels(member.address.url).inc()
+                member.failed_requests += 1
                 self._watcher.note_failure(member, error)
             else:
                 member.answered()

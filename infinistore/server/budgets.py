@@ -11,7 +11,6 @@ their length are given up, and the tenant that has least comes first.
 
 import logging
 import os
-import resource
 import select
 import socket
 from collections import Counter
@@ -25,6 +24,7 @@ import trio
 import trio.lowlevel
 
 from infinistore.errors import ConfigError
+from infinistore.host import raise_descriptor_limit
 from infinistore.protocol.effects import LongBody
 from infinistore.tenant_limits import TenantLimits
 
@@ -100,7 +100,7 @@ class DescriptorBudget:
         self._for_clients: int | None = None
         self._open_before = open_now()
         self._spare = _SPARE + arenas
-        self._limit = _limit_for(self._open_before + 2 * clients + strangers + management + self._spare)
+        self._limit = raise_descriptor_limit(self._open_before + 2 * clients + strangers + management + self._spare)
         eighth = max(_LEAST, (self._limit - self._open_before - self._spare) // 8)
         self.strangers = min(strangers, eighth)
         self.management = min(management, eighth)
@@ -114,7 +114,7 @@ class DescriptorBudget:
         """
         for_clients = 2 * self._most_clients if self._for_clients is None else self._for_clients
         wanted = self._open_before + for_clients + self.strangers + self.management + self._spare + count
-        limit = _limit_for(wanted)
+        limit = raise_descriptor_limit(wanted)
         if count > 0 and self._for_clients is not None and limit < wanted:
             raise ConfigError(
                 f"this process may open {limit} descriptors, too few for more disks; raise the limit: ulimit -n"
@@ -138,17 +138,6 @@ class DescriptorBudget:
 
     def __str__(self) -> str:
         return f"this process may open {self._limit} descriptors (ulimit -n)"
-
-
-def _limit_for(wanted: int) -> int:
-    """Raise the soft limit to `wanted` if possible, and return the limit."""
-    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    if soft == resource.RLIM_INFINITY:
-        return wanted
-    if soft < wanted:
-        soft = wanted if hard == resource.RLIM_INFINITY else min(wanted, hard)
-        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
-    return soft
 
 
 _BURST = 20

@@ -203,6 +203,21 @@ async def test_a_body_that_is_too_long_is_refused_before_it_is_read(autojump_clo
         assert not world.engines["http://a"].asked
 
 
+async def test_of_long_bodies_few_are_kept_and_the_others_wait(autojump_clock: MockClock) -> None:
+    limits = LIMITS.__class__(short_body_bytes=1000, body_s=600)
+    async with routed("a", limits=limits) as world:
+        engine = world.engines["http://a"]
+        engine.goes_on = trio.Event()
+        async with trio.open_nursery() as clients:
+            for _ in range(40):
+                clients.start_soon(world.complete, "x" * 2000)
+            await wait_all_tasks_blocked()
+            assert len(engine.asked) == 16
+            assert (await world.ask("/health"))[0] == 200
+            engine.goes_on.set()
+        assert len(engine.asked) == 40
+
+
 @pytest.mark.parametrize("data", [b"\x16\x03\x01junk\r\n\r\n", b"GET\r\n\r\n", b"x" * 100_000, b"GET / HTTP/3\r\n\r\n"])
 async def test_what_is_no_http_is_answered_and_ends_its_connection_alone(
     autojump_clock: MockClock, data: bytes
