@@ -75,6 +75,10 @@ class Program:
         if self._process.returncode:
             raise self._error(f"ended with status {self._process.returncode}")
 
+    def tell(self, number: signal.Signals) -> None:
+        """Send it a signal."""
+        self._process.send_signal(number)
+
     async def kill(self) -> None:
         """Kill it and what it has started, at once."""
         self._signal(signal.SIGKILL)

@@ -3,8 +3,8 @@
     python bench/router.py [--quick] [--prompts 100000] [--json | --markdown] [--check]
 
 The engine is a process that answers every request with the same pieces, each in a write
-of its own, and computes nothing; it tokenizes no text. The router is the command as
-people start it, with one engine and no store. Both are asked in turns.
+of its own, and computes nothing; a token is a byte. The router is the command as people
+start it, with one engine and no store. Both are asked in turns.
 
 - first token: the time from a request to the first piece, in milliseconds
 - a piece: the processor time that the router takes for one of a long stream, in
@@ -57,7 +57,10 @@ async def serve(stream):
         if head.startswith(b"GET /v1/models"):
             said = b'{"data": [{"id": "m", "root": "m"}]}'
             await stream.send_all(HEAD % b"application/json" + b"content-length: %d\\r\\n\\r\\n" % len(said) + said)
-        elif b"/tokenize" in head or head.startswith(b"GET"):
+        elif b"/tokenize" in head:
+            said = b'{"tokens": [%s]}' % b",".join(b"%d" % one for one in body)
+            await stream.send_all(HEAD % b"application/json" + b"content-length: %d\\r\\n\\r\\n" % len(said) + said)
+        elif head.startswith(b"GET"):
             await stream.send_all(b"HTTP/1.1 404 Not Found\\r\\nconnection: close\\r\\ncontent-length: 0\\r\\n\\r\\n")
         else:
             pieces = int(re.search(rb'"max_tokens": (\\d+)', body)[1])
@@ -154,10 +157,10 @@ def at_once(router: int, streams: int) -> int:
 
 
 def many_prompts(router: int, prompts: int) -> None:
-    """Ask for so many prompts that are all new, over connections that stay."""
+    """Ask for so many texts that are all new, over a connection that stays."""
     connection = http.client.HTTPConnection("127.0.0.1", router, timeout=120)
     for number in range(prompts):
-        prompt = [number, *range(63)]
+        prompt = f"{number}: what nobody has asked before " * 8
         body = json.dumps({"model": "m", "prompt": prompt, "max_tokens": 1, "stream": True})
         connection.request("POST", "/v1/completions", body, {"content-type": "application/json"})
         connection.getresponse().read()

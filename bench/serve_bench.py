@@ -24,6 +24,8 @@ The ways:
     pair        one vLLM that prefills and one that decodes, behind `infinistore route`
     routed      conversations of ten turns over two vLLMs and a store, behind
                 `infinistore route`: soonest and round robin, in turns
+    slow-link   a store that gives 2 MB/s, and a vLLM that chooses whether it loads
+                ("load": "faster"), that always loads, and that has no store
     kill        the store dies by SIGKILL while requests wait, and starts again empty:
                 no request fails, and the same vLLM stores and finds blocks again
     overhead    nothing to reuse: rounds with the connector and without, in turns

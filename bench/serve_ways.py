@@ -2,8 +2,10 @@
 what they are.
 """
 
+import hashlib
 import json
 import random
+import signal
 import statistics
 from collections.abc import Awaitable, Callable
 from operator import truediv
@@ -24,6 +26,7 @@ OVERHEAD_AT_LEAST = 2
 PAIR_TOKENS = 8
 CONVERSATIONS, TURNS, TURN_TOKENS = 8, 10, 4
 ROUTED_ROUNDS = 3
+SLOW_BYTES_PER_S, SLOW_ROUNDS = 2_000_000, 3
 
 
 class Row(NamedTuple):
@@ -159,6 +162,63 @@ async def with_pair(bench: Bench) -> Outcome:
             one = await bench.round("pair, one computes", prefill, answer_tokens=PAIR_TOKENS)
     rows = [Row("pair", "one alone", one, True), Row("pair", "routed", routed, routed.answers == one.answers)]
     return Outcome(rows, {}, failed=not routed.hit_tokens)
+
+
+async def with_slow_link(bench: Bench) -> Outcome:
+    """All is stored, and then the store gives little a second: vLLM that always loads,
+    that chooses, and without a store; and how long after that until it loads again.
+    """
+    token, tenants = bench.folder / "token", bench.folder / "tenants.json"
+    token.write_text("engines." + "s" * 43)
+    token.chmod(0o600)
+    hashed = hashlib.sha256(token.read_bytes()).hexdigest()
+
+    def allow(bytes_per_s: int) -> None:
+        engines = {"tokens": [f"sha256:{hashed}"], "bytes_per_s": bytes_per_s}
+        tenants.write_text(json.dumps({"tenants": {"engines": engines}}))  # which is YAML, too
+
+    allow(1 << 40)
+    alone = "--no-enable-prefix-caching"
+    async with bench.store("--tenants", str(tenants)) as store:
+        url = f"infinistore://{store.address}?transport=inline&token_file={token}"
+        settings = connector(url)
+        faster = {**settings, "kv_connector_extra_config": {"url": url, "load": "faster"}}
+        async with bench.vllm(settings, alone, unbound=True) as server:
+            await bench.round("slow link, all is stored", server)
+            loaded = await bench.round("slow link, before it is slow", server)
+        async with bench.vllm(faster, alone, unbound=True) as server:
+            chosen = await bench.round("slow link, chosen before it is slow", server)
+            allow(SLOW_BYTES_PER_S)
+            store.program.tell(signal.SIGHUP)
+            await bench.round("slow link, learning", server)
+            rounds = [await bench.round("slow link, chosen", server) for _ in range(SLOW_ROUNDS)]
+            allow(1 << 40)
+            store.program.tell(signal.SIGHUP)
+            began, back = trio.current_time(), 0
+            while not back and trio.current_time() - began < 180:
+                back = (await bench.round("slow link, fast again", server)).hits > 0.5
+            back_s = trio.current_time() - began
+        async with bench.vllm(None, alone, unbound=True) as server:
+            computed = [await bench.round("slow link, computed", server) for _ in range(SLOW_ROUNDS)]
+        allow(SLOW_BYTES_PER_S)
+        store.program.tell(signal.SIGHUP)
+        async with bench.vllm(settings, alone, unbound=True) as server:
+            always = await bench.round("slow link, always loaded", server)
+    mean, floor = (statistics.median(one.ttft_mean_s for one in found) for found in (rounds, computed))
+    rows = [Row("slow link", "computed", computed[0], True)]
+    shown = {"loaded, fast": loaded, "chosen, fast": chosen, "chosen, slow": rounds[-1], "loaded, slow": always}
+    rows += [Row("slow link", what, made, made.answers == computed[0].answers) for what, made in shown.items()]
+    figures = {
+        "chosen / computed": mean / floor,
+        "always / computed": always.ttft_mean_s / floor,
+        "chosen / always, fast": chosen.ttft_mean_s / loaded.ttft_mean_s,
+        "back after s": back_s,
+    }
+    text = f"over {SLOW_BYTES_PER_S / 1e6:g} MB/s, the first token takes {figures['chosen / computed']:.2f} times as"
+    text += f" long as computed if vLLM chooses, {figures['always / computed']:.2f} if it always loads; over loopback,"
+    text += f" {figures['chosen / always, fast']:.2f} of what loading takes; it loads again {back_s:.0f} s after the"
+    text += " limit is lifted"
+    return Outcome(rows, figures, text, failed=not back)
 
 
 def conversation(bench: Bench, number: int) -> list[list[int]]:
@@ -321,6 +381,7 @@ WAYS: dict[str, tuple[Callable[[Bench], Awaitable[Outcome]], float]] = {
     "windows": (with_windows, 4),
     "pair": (with_pair, 4),
     "routed": (with_routed, 2 + 2 * ROUTED_ROUNDS),
+    "slow-link": (with_slow_link, 15),
     "kill": (with_kill, 3),
     "overhead": (with_overhead, 2 + 2 * OVERHEAD_ROUNDS),
 }

@@ -119,12 +119,14 @@ class Bench:
         return folder
 
     @asynccontextmanager
-    async def store(self, *, port: int = 0, disk: bool = False, share: float = 1.0) -> AsyncIterator[Store]:
-        """Run a server with room for `share` of all prompts, and half as much again."""
+    async def store(self, *more: str, port: int = 0, disk: bool = False, share: float = 1.0) -> AsyncIterator[Store]:
+        """Run a server with room for `share` of all prompts, and half as much again.
+        `more` are flags.
+        """
         port = port or free_port()
         pool = f"{int(self.cache_bytes * share * 1.5 / 2**20) + 64}MiB"
         flags = ["--host", "127.0.0.1", "--service-port", str(port), "--manage-port", "0", "--prealloc-size", pool]
-        flags += ["--unix-socket", str(self.folder / f"store-{port}"), "--log-level", "error"]
+        flags += ["--unix-socket", str(self.folder / f"store-{port}"), "--log-level", "error", *more]
         if disk:
             flags += ["--disk", f"{self.folder / 'disk'}:{pool}", "--disk-admission", "eager"]
         async with self._running("infinistore", ["-P", "-m", "infinistore", *flags]) as program:

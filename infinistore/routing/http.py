@@ -385,5 +385,5 @@ async def _event(protocol: h11.Connection, stream: trio.abc.Stream, url: str) ->
 
 
 def _reason(error: BaseException) -> str:
-    cause = error.__cause__ or error  # of trio's errors
-    return (cause.strerror if isinstance(cause, OSError) else str(cause)) or type(cause).__name__
+    # Trio's errors say why by their cause.
+    return getattr(error.__cause__ or error, "strerror", None) or str(error) or type(error).__name__

@@ -18,10 +18,10 @@ class Metrics:
     """The metrics of one router, in a registry of their own."""
 
     def __init__(self, members: Callable[[], Sequence[Member]], now: Callable[[], float]) -> None:
-        self._registry = CollectorRegistry()
+        self._prometheus = CollectorRegistry()
         self._members = members
         self._now = now
-        self._registry.register(self)
+        self._prometheus.register(self)
         self.prompts = self._counter("prompts", "Prompts, by what was known of them.", "known")
         self.prompt_tokens = self._counter("prompt_tokens", "Tokens of prompts, by where they were expected.", "source")
         self.refused = self._counter("refused_requests", "Requests that the router answered with an error.", "status")
@@ -31,10 +31,10 @@ class Metrics:
         self.predicted = self._histogram("predicted_first_token_seconds", "The same, as it was predicted.")
 
     def _counter(self, name: str, meaning: str, *labels: str) -> Counter:
-        return Counter(_PREFIX + name, meaning, labels, registry=self._registry)
+        return Counter(_PREFIX + name, meaning, labels, registry=self._prometheus)
 
     def _histogram(self, name: str, meaning: str) -> Histogram:
-        return Histogram(_PREFIX + name, meaning, buckets=_BOUNDS_S, registry=self._registry)
+        return Histogram(_PREFIX + name, meaning, buckets=_BOUNDS_S, registry=self._prometheus)
 
     def collect(self) -> Iterator[Metric]:
         """Yield what is read off the engines when somebody asks: an engine that is no
@@ -61,4 +61,4 @@ class Metrics:
 
     def text(self) -> bytes:
         """Return all of them, as Prometheus reads them."""
-        return generate_latest(self._registry)
+        return generate_latest(self._prometheus)

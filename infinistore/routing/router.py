@@ -20,6 +20,7 @@ import attrs
 import trio
 
 from infinistore.client import AsyncStore
+from infinistore.kept_errors import KeptError
 from infinistore.routing.fleet import Member, Role
 from infinistore.routing.http import (
     BROKEN,
@@ -229,23 +230,23 @@ class Router:
 
     async def _while_there(self, client: ClientConnection, work: Callable[[], Awaitable[None]]) -> None:
         """Do it, and stop if the client leaves."""
-        problem: Exception | None = None
+        problem: KeptError | None = None
         async with trio.open_nursery() as nursery:
 
             async def watch() -> None:
                 nonlocal problem
                 await client.until_gone()
-                problem = ClientGone()
+                problem = KeptError(ClientGone())
                 nursery.cancel_scope.cancel()
 
             nursery.start_soon(watch)
             try:
                 await work()
             except (Refused, ClientGone) as error:
-                problem = error
+                problem = KeptError(error)
             nursery.cancel_scope.cancel()
         if problem is not None:
-            raise problem
+            raise problem.again()
 
     def _models(self) -> dict[str, Any]:
         models = self.fleet.models()

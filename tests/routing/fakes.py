@@ -72,7 +72,7 @@ class FakeEngine:
                 await client.answer(200, text.encode(), "text/plain")
             case "/tokenize":
                 self.tokenized.append(body)
-                await trio.sleep(self.tokenize_s)
+                await trio.sleep(self.tokenize_s)  # real time: as below
                 text = body["prompt"] if "prompt" in body else template(body["messages"])
                 await client.answer(200, json.dumps({"tokens": [ord(one) for one in text]}).encode())
             case _:
@@ -91,7 +91,7 @@ class FakeEngine:
 
             nursery.start_soon(watch)
             await self.goes_on.wait()
-            await trio.sleep(self.seconds_per_token * length)
+            await trio.sleep(self.seconds_per_token * length)  # real time: as below
             await self._stream(client)
             nursery.cancel_scope.cancel()
         if gone:
@@ -106,7 +106,7 @@ class FakeEngine:
                 await client.begin(self.status, headers)
             if piece:
                 await client.pass_on(piece.encode())
-            await trio.sleep(0.01)
+            await trio.sleep(0.01)  # real time: tests of these are in virtual time
         await client.end()
 
 
