@@ -4,6 +4,7 @@ what they are.
 
 import hashlib
 import json
+import math
 import random
 import signal
 import statistics
@@ -24,7 +25,7 @@ OVERHEAD_ROUNDS = 4
 OVERHEAD_AT_LEAST = 2
 """Rounds of each, however long they take."""
 PAIR_TOKENS = 8
-CONVERSATIONS, TURNS, TURN_TOKENS = 8, 10, 4
+CONVERSATIONS, TURNS, TURN_TOKENS = 12, 10, 4
 ROUTED_ROUNDS = 3
 SLOW_BYTES_PER_S, SLOW_ROUNDS = 2_000_000, 3
 
@@ -221,16 +222,22 @@ async def with_slow_link(bench: Bench) -> Outcome:
     return Outcome(rows, figures, text, failed=not back)
 
 
-def conversation(bench: Bench, number: int) -> list[list[int]]:
-    """Return what is said in each turn: a beginning of any length, and then a little."""
+def conversation(bench: Bench, number: int) -> list[tuple[float, list[int]]]:
+    """Return what is said in each turn, and after how many pauses: a beginning of any
+    length, most of them short as in published traces, and then a little.
+    """
     generator = random.Random(number)
-    longest = bench.tokens // 2
-    lengths = [generator.randint(longest // 8, longest)]
-    lengths += [generator.randint(1, 2 * longest // TURNS - 2 * TURN_TOKENS) for _ in range(TURNS - 1)]
-    return [bench.prompt(f"turn {number} {turn}")[:length] for turn, length in enumerate(lengths)]
+    room = bench.tokens - TURNS * TURN_TOKENS
+    turns = []
+    for turn in range(TURNS):
+        most = room * 3 // 4 if not turn else max(2, room // (TURNS - turn))
+        length = min(most, round(math.exp(generator.uniform(math.log(most / 32), math.log(most)))))
+        room -= length
+        turns.append((generator.expovariate(1), bench.prompt(f"turn {number} {turn}")[: max(1, length)]))
+    return turns
 
 
-async def converse(bench: Bench, server: Vllm, salt: str) -> tuple[list[float], list[str]]:
+async def converse(bench: Bench, server: Vllm, salt: str, pause_s: float) -> tuple[list[float], list[str]]:
     """Hold several conversations at a time; return when first tokens came, and all
     answers. Others have nothing of these, for they have another salt.
     """
@@ -239,7 +246,8 @@ async def converse(bench: Bench, server: Vllm, salt: str) -> tuple[list[float], 
 
     async def hold(number: int) -> None:
         prompt: list[int] = []
-        for said in conversation(bench, number):
+        for pauses, said in conversation(bench, number):
+            await trio.sleep(pauses * pause_s)
             prompt += said
             took_s, answer = await bench.streamed(server, prompt, TURN_TOKENS, salt)
             times.append(took_s)
@@ -262,12 +270,13 @@ async def with_routed(bench: Bench) -> Outcome:
             bench.vllm(connector(url), core=0) as one,
             bench.vllm(connector(url), core=1) as other,
         ):
+            alone_s, _ = await bench.streamed(one, bench.prompt("alone"), 1, "alone")
             for number in range(ROUTED_ROUNDS):
                 for policy in list(means) if number % 2 else reversed(means):
                     bench.tell(f"routed, {policy}, {number + 1} of {ROUTED_ROUNDS}")
                     flags = ["--store", url, "--engine", one.url, "--engine", other.url, "--policy", policy]
                     async with bench.router(*flags) as router:
-                        times, answers = await converse(bench, router, f"{policy} {number}")
+                        times, answers = await converse(bench, router, f"{policy} {number}", alone_s)
                     means[policy].append(statistics.fmean(times))
                     told.append(answers)
     ratio = statistics.median(map(truediv, means["soonest"], means["round-robin"]))
