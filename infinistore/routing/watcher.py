@@ -16,6 +16,7 @@ from infinistore.client import AsyncStore
 from infinistore.errors import ConfigError, InfiniStoreException
 from infinistore.integrations.vllm.announcements import (
     ENGINES_PREFIX,
+    READER,
     URLS_PREFIX,
     AnnouncedBlocks,
     AnnouncedEngine,
@@ -191,7 +192,7 @@ class Watcher:
         found = [AnnouncedEngine.read(key, value) for key, value in engines.items()]
         self._announced = [one for one in found if one is not None]
         read = {key: AnnouncedBlocks.read(value) for key, value in kinds.items()}
-        self._kinds = {key: one for key, one in read.items() if one is not None}
+        self._kinds = {key.removesuffix(READER): one for key, one in read.items() if one is not None}
         if self._uses_announced:
             self._from_store = {}
             for one in self._announced:

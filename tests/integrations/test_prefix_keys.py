@@ -1,5 +1,7 @@
 """Names of token blocks: equal exactly when what they name is interchangeable."""
 
+from collections.abc import Sequence
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -64,6 +66,34 @@ def test_groups_of_blocks_begin_with_the_hash_of_their_first(
     ]
 
 
+@given(TOKENS, SIZES, st.integers(0, 4), st.sampled_from(["", "salt"]), st.data())
+def test_a_chain_that_goes_on_from_known_hashes_has_those_of_one_from_the_start(
+    tokens: list[int], size: int, group: int, salt: str, data: st.DataObject
+) -> None:
+    def chain(known: Sequence[str] = ()) -> PrefixChain:
+        return PrefixChain(size, salt, lambda first, end: bytes([first]), group_blocks=group, known=known)
+
+    whole = chain().extend(tokens)
+    cut = data.draw(st.integers(0, len(whole)))
+    known = whole[:cut]
+
+    assert chain(known).hashes == known
+    assert chain(known).extend(tokens) == whole
+    assert known == whole[:cut]  # what was given does not grow
+
+
+def test_known_hashes_are_not_computed_again() -> None:
+    computed: list[int] = []
+
+    def note(first: int, end: int) -> bytes:
+        computed.append(first)
+        return b""
+
+    PrefixChain(2, extra=note, known=hashes([1] * 6, 2)).extend([1] * 8)
+
+    assert computed == [6]
+
+
 def test_a_block_without_tokens_is_refused() -> None:
     with pytest.raises(ValueError, match="at least one token"):
         PrefixChain(0)
@@ -79,13 +109,3 @@ def test_a_configuration_counts_but_for_where_the_model_lies_and_what_runs_it() 
 
     assert fingerprint_of_config({**config, "_name_or_path": "/models/x"}) == fingerprint_of_config(config)
     assert fingerprint_of_config({**config, "rope_theta": 1e6}) != fingerprint_of_config(config)
-
-
-@given(TOKENS, SIZES, st.integers(0, 4), st.text(max_size=3), st.data())
-def test_a_chain_goes_on_from_hashes_that_are_known(
-    tokens: list[int], size: int, group: int, salt: str, data: st.DataObject
-) -> None:
-    whole = PrefixChain(size, salt, group_blocks=group).extend(tokens)
-    known = whole[: data.draw(st.integers(0, len(whole)))]
-
-    assert PrefixChain(size, salt, group_blocks=group, known=known).extend(tokens) == whole

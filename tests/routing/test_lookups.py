@@ -36,10 +36,10 @@ async def with_store(*names: str, **options: Any) -> AsyncIterator[tuple[World, 
 async def announce(store: AsyncStore, *names: str, kind: AnnouncedBlocks = KIND) -> None:
     """Do as engines with this URL do."""
     where = f"vllm-engines/{kind.names.prefix.removeprefix('vllm/')}"
-    await store.put(where, json.dumps({"facts": {}, "blocks": kind.value()}).encode())
+    await store.put(where, kind.write())
     for name in names:
         engine = AnnouncedEngine(f"http://{name}", where, 16_000)
-        await store.put(engine.key, engine.value())
+        await store.put(engine.key, engine.write())
 
 
 async def put_blocks(store: AsyncStore, tokens: Sequence[int], salt: str = "", kind: AnnouncedBlocks = KIND) -> None:
@@ -161,7 +161,7 @@ async def test_junk_that_others_put_where_engines_announce_themselves_is_passed_
     async with open_store(pool_bytes=16 * 1024 * 1024) as store:
         await announce(store, "a")
         await store.put_many([(f"{URLS_PREFIX}{name}", value) for name in ("", "http://[", "x") for value in [b"\xff"]])
-        await store.put(f"{URLS_PREFIX}http://[", AnnouncedEngine("http://[", "x", 3).value())
+        await store.put(f"{URLS_PREFIX}http://[", AnnouncedEngine("http://[", "x", 3).write())
         await store.put(f"{ENGINES_PREFIX}junk", b"[[[[")
         async with routed("a", store=store, announced=True) as world:
             assert (await world.complete())[0] == 200

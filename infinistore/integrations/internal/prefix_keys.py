@@ -15,8 +15,8 @@ import json
 import struct
 from collections.abc import Callable, Mapping, Sequence
 
-_TAG_DIGITS = 16
 _HASH_DIGITS = 32
+_TAG_DIGITS = 16
 _VOLATILE_SETTINGS = {"_attn_implementation", "_name_or_path", "architectures", "transformers_version"}
 """What may differ between processes that run the same model: its path and backend."""
 
@@ -49,8 +49,8 @@ class PrefixChain:
     With `group_blocks`, so many blocks in a row begin with the same hash tag, made of
     the hash of the first of them: `{TAG}HASH`. One node of a cluster has all of them.
 
-    `known` are the hashes of leading blocks, by a chain with the same arguments: it
-    goes on from there.
+    `known` are the hashes of the first blocks, from a chain with the same other
+    arguments: this one goes on from there.
     """
 
     def __init__(
@@ -67,10 +67,10 @@ class PrefixChain:
         self._block_tokens = block_tokens
         self._extra = extra
         self._pack = struct.Struct(f"<{block_tokens}q").pack
-        self._group_blocks = group_blocks
-        self.hashes = list(known)
-        self._tag = ""
         self._last = hashlib.blake2b(salt.encode(), digest_size=16).digest()
+        self._group_blocks = group_blocks
+        self._tag = ""
+        self.hashes: list[str] = list(known)
         if known:
             self._tag, digest = known[-1][:-_HASH_DIGITS], known[-1][-_HASH_DIGITS:]
             self._last = bytes.fromhex(digest)

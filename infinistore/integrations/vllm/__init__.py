@@ -16,9 +16,9 @@ Modules: `settings` (`kv_connector_extra_config`), `blocks` (keys, and messages 
 scheduler to the workers), `scheduler` and `worker` (the two halves of the connector,
 independent of vLLM), `background` (the thread for calls that nobody waits for),
 `resets` (deletions when the cache is reset), `block_events` (events and dumps for
-routers), `announcements` (warnings of engines that share nothing), and `connector`,
-vLLM's class. Only `connector`, `layout` and `kv_events` need vLLM; the first is
-imported on first use.
+routers), `announcements` (warnings of engines that share nothing, and what engines tell
+routers of themselves), and `connector`, vLLM's class. Only `connector`, `layout` and
+`kv_events` need vLLM; the first is imported on first use.
 """
 
 from importlib.metadata import PackageNotFoundError, version

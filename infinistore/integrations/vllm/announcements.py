@@ -1,15 +1,16 @@
-"""Warns at the start of an engine, in one line, why it shares no blocks with other
-engines of the same model.
+"""What an engine says of itself in the store: to other engines of its model, which warn
+in one line if they share no blocks with it, and to routers.
 
 Keys of blocks contain a fingerprint of everything that two engines must have in common,
 so that an engine never reads blocks that it cannot use. A fingerprint does not show
 which setting differs. So each engine stores the settings behind its fingerprint, and
 compares them with those of the others. The value lasts three minutes, and is renewed
 every minute, so that nobody is warned of an engine that has ended. It can be evicted
-like any other value; no function depends on it.
+like any other value; no function of an engine depends on it.
 
-A router (`infinistore.routing`) reads the same values: each also says how the engine's
-blocks are called. An engine that knows its URL puts one value more, under that.
+A router reads from the same value how the engine's blocks are called, and from a second
+one at which URL the engine is. Whoever may write to the store can write both: what
+cannot be right is read as if it were not there.
 
 All of it is done in the background: an engine without requests does nothing by itself,
 and a listing takes a store with many keys a while.
@@ -17,7 +18,7 @@ and a listing takes a store with many keys a while.
 
 import json
 import logging
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, Final
 
 import attrs
@@ -26,16 +27,17 @@ from infinistore.blocking import BlockingStore, key_pages
 from infinistore.errors import InfiniStoreException
 from infinistore.integrations.internal.record import Record
 from infinistore.integrations.vllm.blocks import BlockNames
-
-ENGINES_PREFIX: Final = "vllm-engines/"
-"""Of the keys of what engines have in common."""
-URLS_PREFIX: Final = "vllm-urls/"
-"""Of the keys of engines that know their URLs."""
-_MOST: Final = 2**40
-_MOST_LAYERS: Final = 100_000
+from infinistore.integrations.vllm.settings import is_engine_url
+from infinistore.keys import check_keys
 
 LOG = logging.getLogger("vllm.infinistore")
 
+ENGINES_PREFIX: Final = "vllm-engines/"
+"""Keys of what engines say of their blocks begin with it."""
+URLS_PREFIX: Final = "vllm-urls/"
+"""Keys of what engines say of themselves begin with it; their URL follows."""
+READER: Final = "/reader"
+"""The end of the key of an engine that writes no blocks."""
 _LASTS_S: Final = 180.0
 _AGAIN_S: Final = 60.0
 _LOOKS: Final = 10
@@ -43,29 +45,46 @@ _LOOKS: Final = 10
 _MOST_CHARACTERS: Final = 80
 _SHARDS: Final = "shards"
 _WORDS: Final = {_SHARDS: "tensor parallel shards"}
-_READER: Final = "/reader"
-"""The end of the key of an engine that writes no blocks."""
+_MOST_BYTES: Final = 4 * 1024 * 1024
+_MOST_KEYS: Final = 100_000
+"""Limit of the keys of one block."""
+_MOST_TOKENS: Final = 1_000_000
+"""Limit of the tokens of a block, and of the blocks with one hash tag."""
+_MOST: Final = 2**50
+_LONGEST_HASH: Final = "{" + "0" * 16 + "}" + "0" * 32
 
 
 @attrs.frozen
 class AnnouncedBlocks:
-    """How the blocks of engines are called: those of their first group of layers that
-    attends to all tokens.
+    """What a router needs to ask the store for the blocks of a prompt: those of the
+    first group of layers that attends to all tokens.
     """
 
     names: BlockNames
-    """With the layers of this group."""
+    """The names of the blocks of that group; `facts` are written and not read."""
     block_tokens: int
-    """The tokens of a block: a multiple of `hash_tokens`."""
     hash_tokens: int
-    """How many tokens a hash stands for; each block ends with one."""
+    """How many tokens a hash stands for."""
     bytes_per_token: int
-    """What a token takes, all groups and ranks together, if none had a window."""
+    """Size of one token in all groups of layers and in all ranks together."""
 
-    def value(self) -> dict[str, object]:
-        """Return what an announcement says of them."""
+    @classmethod
+    def read(cls, value: bytes) -> "AnnouncedBlocks | None":
+        """Return what is in a value; None if that is nothing, or cannot be right."""
+        told = _object(value).get("blocks")
+        if not isinstance(told, dict) or not isinstance(told.get("layers"), list):
+            return None
+        try:
+            names = BlockNames(told["prefix"], tuple(told["layers"]), told["shards"], told["group_blocks"])
+            blocks = cls(names, told["block_tokens"], told["hash_tokens"], told["bytes_per_token"])
+        except KeyError:
+            return None
+        return blocks if blocks._can_be_right() else None
+
+    def write(self) -> bytes:
+        """Return the value for `names.announcement`."""
         names = self.names
-        return {
+        told = {
             "prefix": names.prefix,
             "layers": names.layers,
             "shards": names.shards,
@@ -74,82 +93,97 @@ class AnnouncedBlocks:
             "hash_tokens": self.hash_tokens,
             "bytes_per_token": self.bytes_per_token,
         }
+        return _value(names, told)
 
-    @classmethod
-    def read(cls, value: bytes) -> "AnnouncedBlocks | None":
-        """Return what an announcement says of them; None if that is nothing, or not in
-        order: whoever may write to the store can put anything there.
-        """
-        said = _object(_object(value).get("blocks"))
-        prefix, layers = said.get("prefix"), _labels(said.get("layers"))
-        shards, group = _number(said.get("shards")), _number(said.get("group_blocks"))
-        block, of_hash = _number(said.get("block_tokens")), _number(said.get("hash_tokens"))
-        size = _number(said.get("bytes_per_token"))
-        if not isinstance(prefix, str) or prefix.count("/") < 2 or not layers:
-            return None
-        if not (shards and block and of_hash and size) or block % of_hash:
-            return None
-        return cls(BlockNames(prefix, layers, shards, group), block, of_hash, size)
+    def _can_be_right(self) -> bool:
+        names = self.names
+        return (
+            _is_count(names.shards, _MOST_KEYS)
+            and 0 < names.keys_per_block <= _MOST_KEYS
+            and _is_count(names.group_blocks, _MOST_TOKENS, least=0)
+            and _is_count(self.block_tokens, _MOST_TOKENS)
+            and _is_count(self.hash_tokens, _MOST_TOKENS)
+            and _is_count(self.bytes_per_token, _MOST)
+            and self.block_tokens % self.hash_tokens == 0
+            and _are_keys(names.layers)
+            and isinstance(names.prefix, str)
+            and names.prefix.startswith("vllm/")
+            and _are_keys([names.key(_LONGEST_HASH, names.shards, max(names.layers, key=_bytes_of))])
+        )
 
 
 @attrs.frozen
 class AnnouncedEngine:
-    """An engine that knows where clients reach it."""
+    """Where an engine is."""
 
     url: str
     announcement: str
-    """The key under which it says how its blocks are called."""
+    """The key of what engines with the same blocks say of them; `READER` follows in
+    those that only read."""
     cache_tokens: int
-    """How many tokens its own cache holds."""
+    """About how many tokens its own KV cache holds; 0: none."""
 
     @property
     def key(self) -> str:
-        """The key of this value."""
+        """The key of this."""
         return URLS_PREFIX + self.url
-
-    def value(self) -> bytes:
-        """Return what is put there."""
-        return json.dumps({"engine": self.announcement, "cache_tokens": self.cache_tokens}).encode()
 
     @classmethod
     def read(cls, key: str, value: bytes) -> "AnnouncedEngine | None":
-        """Return the engine of a key and its value; None if that is none."""
-        said = _object(value)
-        announcement, tokens = said.get("engine"), _number(said.get("cache_tokens"))
-        url = key.removeprefix(URLS_PREFIX)
-        if url == key or not isinstance(announcement, str) or not tokens:
-            return None
-        return cls(url, announcement, tokens)
+        """Return what is in a value; None if it cannot be right."""
+        told = _object(value)
+        url, announcement, cache_tokens = key.removeprefix(URLS_PREFIX), told.get("engine"), told.get("cache_tokens")
+        is_right = (
+            key.startswith(URLS_PREFIX)
+            and is_engine_url(url)
+            and isinstance(announcement, str)
+            and announcement.startswith(ENGINES_PREFIX)
+            and _are_keys([announcement + READER])
+            and _is_count(cache_tokens, _MOST, least=0)
+        )
+        return cls(url, str(announcement), int(cache_tokens or 0)) if is_right else None
+
+    def write(self) -> bytes:
+        """Return the value for `key`."""
+        return json.dumps({"engine": self.announcement, "cache_tokens": self.cache_tokens}).encode()
 
 
-def _object(value: object) -> Mapping[str, Any]:
-    """Return an object of JSON, or of JSON's text; an empty one if it is none."""
-    if isinstance(value, bytes):
-        try:
-            value = json.loads(value)
-        except (ValueError, RecursionError):
-            return {}
-    return value if isinstance(value, dict) else {}
+def _object(value: bytes) -> dict[str, Any]:
+    """Return the object in a value; an empty one if it is none."""
+    if len(value) > _MOST_BYTES:
+        return {}
+    try:
+        read = json.loads(value)
+    except (ValueError, RecursionError):
+        return {}
+    return read if isinstance(read, dict) else {}
 
 
-def _number(value: object) -> int:
-    """Return a number that can be meant; 0 for anything else."""
-    return value if type(value) is int and 0 < value <= _MOST else 0
+def _value(names: BlockNames, blocks: Mapping[str, object] | None) -> bytes:
+    return json.dumps({"facts": dict(names.facts), "blocks": blocks}).encode()
 
 
-def _labels(value: object) -> tuple[str, ...]:
-    """Return the labels of layers; none for anything else."""
-    if not isinstance(value, list) or len(value) > _MOST_LAYERS:
-        return ()
-    return tuple(value) if all(isinstance(one, str) for one in value) else ()
+def _is_count(value: object, most: int, *, least: int = 1) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and least <= value <= most
+
+
+def _are_keys(texts: Sequence[Any]) -> bool:
+    try:
+        check_keys(texts)
+    except (TypeError, ValueError):
+        return False
+    return True
+
+
+def _bytes_of(text: str) -> int:
+    return len(text.encode())
 
 
 class Announcement:
     """Announces one engine to the others of its model, and warns of those that differ.
     Never fails.
 
-    `writes`: this engine writes blocks, which are called like `blocks`. `url`: where
-    clients reach it, if it knows, and `cache_tokens` is the size of its own cache.
+    `writes`: this engine writes blocks. `blocks` and `engine` are for routers.
     """
 
     def __init__(
@@ -160,20 +194,17 @@ class Announcement:
         *,
         writes: bool,
         blocks: AnnouncedBlocks | None = None,
-        url: str = "",
-        cache_tokens: int = 0,
+        engine: AnnouncedEngine | None = None,
     ) -> None:
         self._store = store
         self._names = names
         self._record = record
         self._writes = writes
         self._looks = 1 if writes else _LOOKS
-        self._key = names.announcement + ("" if writes else _READER)
-        said = {"facts": dict(names.facts), "blocks": blocks and blocks.value()}
-        self._values = [(self._key, json.dumps(said).encode())]
-        if url:
-            engine = AnnouncedEngine(url, self._key, max(1, cache_tokens))
-            self._values.append((engine.key, engine.value()))
+        self._key = names.announcement + ("" if writes else READER)
+        self._values = {self._key: _value(names, None) if blocks is None else blocks.write()}
+        if engine is not None:
+            self._values[engine.key] = engine.write()
 
     def renewing(self) -> Iterator[float]:
         """A task for the background: announce, again and again."""
@@ -187,7 +218,7 @@ class Announcement:
         # those. First of all it is put: of two engines that start together, one at
         # least sees the other.
         try:
-            for key, value in self._values:
+            for key, value in self._values.items():
                 self._store.put(key, value, ttl_s=_LASTS_S)
         except InfiniStoreException as error:
             self._record.failed("announcement", error)
@@ -231,13 +262,13 @@ class Announcement:
 
 
 def _is_reader(key: str) -> bool:
-    return key.endswith(_READER)
+    return key.endswith(READER)
 
 
 def _differences(value: bytes, own: Mapping[str, str]) -> str:
     """Return what differs, in words; empty if the value cannot be read."""
-    facts = _object(_object(value).get("facts"))
-    if not facts or facts.get("namespace") != own.get("namespace"):
+    facts = _object(value).get("facts")
+    if not isinstance(facts, dict) or facts.get("namespace") != own.get("namespace"):
         return ""
     differing = [name for name in sorted({*facts, *own}) if facts.get(name) != own.get(name)]
     told = "; ".join(

@@ -180,10 +180,10 @@ def block_names(
 
 
 def salt_key(cache_salt: str, first: int) -> bytes:
-    """Return what a block's hash depends on besides tokens, for a request with nothing
-    but a cache salt. `first` is the number of the block's first token.
+    """Return what a block depends on besides its tokens, if its request has at most a
+    cache salt: no adapter, images or embeddings. `first` is its first token's number.
     """
-    return repr((("cache_salt", cache_salt),)).encode() if cache_salt and not first else b""
+    return repr((("cache_salt", cache_salt),)).encode() if cache_salt and first == 0 else b""
 
 
 def layer_labels(names: Sequence[str]) -> dict[str, str]:

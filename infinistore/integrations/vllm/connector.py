@@ -37,7 +37,13 @@ from infinistore.integrations.vllm.announcements import Announcement
 from infinistore.integrations.vllm.background import Background
 from infinistore.integrations.vllm.blocks import Step
 from infinistore.integrations.vllm.kv_events import Stages, Teller, WorkerMetadata, offer_dumps, teller_of
-from infinistore.integrations.vllm.layout import Adapters, Layout, UnhashedInputs, announced_blocks
+from infinistore.integrations.vllm.layout import (
+    Adapters,
+    Layout,
+    UnhashedInputs,
+    announced_blocks,
+    announced_engine,
+)
 from infinistore.integrations.vllm.loading import LoadChoice
 from infinistore.integrations.vllm.observations import COUNTERS, TIMES, Observations, merged
 from infinistore.integrations.vllm.resets import Deletion
@@ -223,15 +229,14 @@ class InfiniStoreConnector(KVConnectorBase_V1, SupportsHMA):
                 self._patient, prefix, lambda: self.scheduler_side.is_past_reset, self._background
             )
             writes = transfer.is_kv_producer and bool(layout.groups)
-            announced = announced_blocks(layout, kv_cache_config)
+            url = self._settings.announce_url.rstrip("/")
             announcement = Announcement(
                 self._patient,
                 layout.names,
                 record,
                 writes=writes,
-                blocks=announced,
-                url=self._settings.announce_url.rstrip("/"),
-                cache_tokens=0 if announced is None else kv_cache_config.num_blocks * announced.block_tokens,
+                blocks=announced_blocks(layout, vllm_config, kv_cache_config),
+                engine=announced_engine(url, layout.names, kv_cache_config) if url else None,
             )
             self._background.start(announcement.renewing())
         else:

@@ -38,7 +38,7 @@ from vllm.v1.kv_cache_interface import (
 from infinistore.errors import ConfigError
 from infinistore.integrations.internal.prefix_keys import fingerprint_of_config
 from infinistore.integrations.internal.weights import WeightFiles, identity_of_files, weight_files
-from infinistore.integrations.vllm.announcements import AnnouncedBlocks
+from infinistore.integrations.vllm.announcements import AnnouncedBlocks, AnnouncedEngine
 from infinistore.integrations.vllm.blocks import BlockNames, LayerGroup, LayerGroups, block_names, layer_labels
 from infinistore.integrations.vllm.settings import ConnectorSettings
 
@@ -358,6 +358,51 @@ class Layout:
         return cls(tuple(groups), names, labels, obstacle)
 
 
+def announced_blocks(
+    layout: Layout, vllm_config: "VllmConfig", kv_cache_config: KVCacheConfig
+) -> AnnouncedBlocks | None:
+    """Return what routers are told of the blocks; None if no layers that are stored
+    attend to all tokens.
+
+    The size of a token is approximate: in windows and chunks as if all tokens were
+    kept, a state divided by the tokens of its block, and all stages of a pipeline like
+    the first.
+    """
+    group = next((group for group in layout.groups if group.is_full), None)
+    if group is None:
+        return None
+    stored = [kv_cache_config.kv_cache_groups[index] for index in kv_cache_config.transfer_group_ids]
+    rank_bytes = sum(_token_bytes(one) for one in stored)
+    ranks = layout.names.shards * vllm_config.parallel_config.pipeline_parallel_size
+    return AnnouncedBlocks(
+        attrs.evolve(layout.names, layers=group.layers),
+        group.block_tokens,
+        LayerGroups(layout.groups).hash_tokens,
+        max(1, round(rank_bytes * ranks)),
+    )
+
+
+def announced_engine(url: str, names: BlockNames, kv_cache_config: KVCacheConfig) -> AnnouncedEngine:
+    """Return what routers are told of an engine at this URL.
+
+    The size of its cache is that of the first group of layers that attends to all
+    tokens, or else of the first group: too large if there are others, for groups share
+    the blocks.
+    """
+    groups = kv_cache_config.kv_cache_groups
+    full = [group for group in groups if isinstance(_specs(group)[0], FullAttentionSpec)]
+    block_tokens = [group.kv_cache_spec.block_size for group in [*full, *groups]]
+    tokens = kv_cache_config.num_blocks * block_tokens[0] if block_tokens else 0
+    return AnnouncedEngine(url, names.announcement, tokens)
+
+
+def _token_bytes(group: "KVCacheGroupSpec") -> float:
+    """Return the size of a token in one rank."""
+    specs = _specs(group)
+    layer_bytes: float = sum(spec.page_size_bytes / spec.block_size for spec in specs) / len(specs)
+    return layer_bytes * len(group.layer_names)
+
+
 def _specs(group: "KVCacheGroupSpec") -> list[Any]:
     spec = group.kv_cache_spec
     return list(spec.kv_cache_specs.values()) if isinstance(spec, UniformTypeKVCacheSpecs) else [spec]
@@ -437,23 +482,6 @@ def _names(
         shards=shards,
         group_blocks=max(1, settings.group_tokens // unit) if clustered else 0,
     )
-
-
-def announced_blocks(layout: Layout, kv_cache_config: KVCacheConfig) -> AnnouncedBlocks | None:
-    """Return what routers are told of the blocks; None if no group of layers attends to
-    all tokens.
-    """
-    full = next((group for group in layout.groups if group.is_full), None)
-    if full is None:
-        return None
-    bytes_per_token = 0.0
-    for group in layout.groups:
-        specs = _specs(kv_cache_config.kv_cache_groups[group.index])
-        each = len(group.layers) // len(specs)  # one for all layers, or one for each
-        bytes_per_token += each * sum(spec.page_size_bytes / spec.block_size for spec in specs)
-    names = attrs.evolve(layout.names, layers=full.layers)
-    hash_tokens = LayerGroups(layout.groups).hash_tokens
-    return AnnouncedBlocks(names, full.block_tokens, hash_tokens, max(1, round(bytes_per_token * names.shards)))
 
 
 def _kernels() -> object:

@@ -19,12 +19,22 @@ from infinistore.integrations.internal.settings import (
 )
 
 
-def _is_url(text: str) -> bool:
-    try:
-        parts = urlsplit(text)
-    except ValueError:
+def is_engine_url(value: object) -> bool:
+    """Whether this can be the URL of an engine: http or https, a host, perhaps a port
+    and a path, and nothing else.
+    """
+    if not isinstance(value, str) or len(value) > 200 or not value.isascii() or not value.isprintable():
         return False
-    return parts.scheme in ("http", "https") and bool(parts.hostname) and text.isprintable()
+    try:
+        parts = urlsplit(value)
+        return (
+            value.startswith(("http://", "https://"))
+            and bool(parts.hostname)
+            and parts.port != 0
+            and not any(character in value for character in " @?#\\")
+        )
+    except ValueError:  # the port is no number, or a bracket is missing
+        return False
 
 
 def _is_whole(value: object) -> bool:
@@ -37,11 +47,11 @@ _NAME = must_be(
 _TIME = must_be("a number of seconds above 0, at most 1e6", lambda value: is_time(value, 1e6))
 _COUNT = must_be("a whole number above 0", lambda value: _is_whole(value) and value > 0)
 _PATH = must_be("the path of a file", lambda value: isinstance(value, str) and "\0" not in value)
-_PRIORITY = must_be("a whole number, or null", lambda value: value is None or _is_whole(value))
-_URL = must_be(
-    'a URL, such as "http://10.0.0.1:8000"',
-    lambda value: isinstance(value, str) and (not value or (_is_url(value) and len(value) <= 200)),
+_ENGINE_URL = must_be(
+    'the URL at which clients reach this engine, such as "http://10.0.0.1:8000", of at most 200 characters, or empty',
+    lambda value: value == "" or is_engine_url(value),
 )
+_PRIORITY = must_be("a whole number, or null", lambda value: value is None or _is_whole(value))
 _SWITCH = must_be("true or false", lambda value: isinstance(value, bool))
 
 
@@ -92,8 +102,9 @@ class ConnectorSettings(RetentionSettings):
     """Where routers that come late ask which blocks there are, as "tcp://*:5559"."""
     events_dump_blocks: int = attrs.field(default=250_000, validator=_COUNT)
     """How many blocks are remembered for that."""
-    announce_url: str = attrs.field(default="", validator=_URL)
-    """Where clients reach this engine, for a router that asks the store."""
+    announce_url: str = attrs.field(default="", validator=_ENGINE_URL)
+    """The URL at which clients reach this engine, such as "http://10.0.0.1:8000", for
+    `infinistore route --announced`."""
     reset: Literal["delete", "keep"] = attrs.field(default="delete", validator=_one_of("delete", "keep"))
     """What a reset of vLLM's cache does to the blocks in the store. vLLM resets it to
     sleep and to pause, too; with weights that never change, "keep" is right."""

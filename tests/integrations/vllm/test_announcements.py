@@ -5,6 +5,7 @@ import logging
 from collections.abc import Sequence
 from typing import Any
 
+import attrs
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -13,12 +14,15 @@ from infinistore import blocking
 from infinistore.errors import PermissionDenied, StoreUnavailable
 from infinistore.integrations.vllm.announcements import (
     ENGINES_PREFIX,
+    READER,
     URLS_PREFIX,
     AnnouncedBlocks,
     AnnouncedEngine,
     Announcement,
 )
 from infinistore.integrations.vllm.blocks import BlockNames
+from infinistore.integrations.vllm.settings import is_engine_url
+from infinistore.keys import check_keys
 
 from .halves import ByHand, make_names, make_record
 
@@ -71,7 +75,7 @@ def test_engines_of_one_name_that_share_nothing_are_told_why(
 
 
 @pytest.mark.parametrize(
-    "value", [b"\xff", b"[1]", b"3", b"{", b'{"facts": {"namespace": 7}}', b'{"facts": [], "blocks": 3}']
+    "value", [b"\xff", b"[1]", b"3", b"{", b"[" * 100_000, b'{"facts": [1]}', b'{"facts": {"namespace": 7}}']
 )
 @pytest.mark.parametrize("writes", [True, False])
 def test_what_somebody_else_put_there_is_no_announcement(
@@ -226,66 +230,161 @@ def test_one_that_may_not_write_is_told_of_others(
     assert "computes every prompt" in caplog.messages[1]
 
 
-NUMBERS = st.integers(1, 2**20)
-KINDS = st.builds(
-    lambda names, of_hash, times, size: AnnouncedBlocks(names, of_hash * times, of_hash, size),
-    st.builds(
-        BlockNames,
-        st.sampled_from(["vllm/model/0123", "vllm/namespace/model/0123"]),
-        st.lists(st.text(max_size=5), min_size=1, max_size=4).map(tuple),
-        NUMBERS,
-        st.integers(0, 64),
-    ),
-    NUMBERS,
-    NUMBERS,
-    NUMBERS,
+BLOCKS = AnnouncedBlocks(make_names(shards=2), block_tokens=32, hash_tokens=16, bytes_per_token=4096)
+ENGINE = AnnouncedEngine("http://10.0.0.1:8000", BLOCKS.names.announcement, cache_tokens=100_000)
+
+
+@pytest.mark.parametrize("writes", [True, False])
+def test_a_router_reads_where_an_engine_is_and_how_its_blocks_are_called(
+    store: blocking.BlockingStore, *, writes: bool
+) -> None:
+    Announcement(store, BLOCKS.names, make_record(), writes=writes, blocks=BLOCKS, engine=ENGINE).announce()
+
+    (key,) = store.keys(URLS_PREFIX)
+    engine = AnnouncedEngine.read(key, bytes(store.get(key)))
+    assert engine == ENGINE
+    (key,) = store.keys(ENGINES_PREFIX)
+    assert key == engine.announcement + ("" if writes else READER)
+    assert AnnouncedBlocks.read(bytes(store.get(key))) == BLOCKS
+
+
+def test_one_whose_blocks_a_router_cannot_ask_for_says_only_where_it_is(store: blocking.BlockingStore) -> None:
+    Announcement(store, BLOCKS.names, make_record(), writes=True, engine=ENGINE).announce()
+
+    assert AnnouncedBlocks.read(bytes(store.get(ENGINE.announcement))) is None
+    assert store.keys(URLS_PREFIX) == ["vllm-urls/http://10.0.0.1:8000"]
+
+
+def test_where_an_engine_is_lasts_as_long_as_the_rest(
+    store: blocking.BlockingStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    lasting_s: dict[str, float | None] = {}
+
+    def note(key: str, data: bytes, *, ttl_s: float | None = None) -> None:
+        lasting_s[key] = ttl_s
+
+    monkeypatch.setattr(store, "put", note)
+    Announcement(store, BLOCKS.names, make_record(), writes=True, blocks=BLOCKS, engine=ENGINE).announce()
+
+    assert lasting_s == {ENGINE.key: 180.0, ENGINE.announcement: 180.0}
+
+
+TEXTS = st.text(st.characters(exclude_characters="\0", exclude_categories=["Cs"]), min_size=1, max_size=60)
+COUNTS = st.integers(1, 1000)
+NAMES = st.builds(
+    BlockNames,
+    TEXTS.map("vllm/".__add__),
+    st.lists(TEXTS, min_size=1, max_size=9).map(tuple),
+    COUNTS,
+    st.integers(0, 9),
 )
-JSON = st.recursive(
-    st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=6),
-    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=6), inner, max_size=3),
-    max_leaves=6,
-)
 
 
-@given(kind=KINDS)
-def test_a_router_reads_how_blocks_are_called(kind: AnnouncedBlocks) -> None:
-    assert AnnouncedBlocks.read(json.dumps({"facts": {}, "blocks": kind.value()}).encode()) == kind
+@given(NAMES, COUNTS, COUNTS, st.integers(1, 2**50))
+def test_what_is_said_of_blocks_is_what_is_read(names: BlockNames, hashes: int, hash_tokens: int, size: int) -> None:
+    blocks = AnnouncedBlocks(names, hashes * hash_tokens, hash_tokens, size)
+
+    assert AnnouncedBlocks.read(blocks.write()) == blocks
 
 
-@given(engine=st.builds(AnnouncedEngine, st.text(max_size=30), st.text(max_size=30), NUMBERS))
-def test_a_router_reads_where_an_engine_is(engine: AnnouncedEngine) -> None:
-    assert AnnouncedEngine.read(engine.key, engine.value()) == engine
+@given(st.sampled_from(["http://h", "https://[::1]:8000", "http://10.0.0.1:8000/a/b"]), TEXTS, st.integers(0, 2**50))
+def test_what_is_said_of_an_engine_is_what_is_read(url: str, name: str, tokens: int) -> None:
+    engine = AnnouncedEngine(url, ENGINES_PREFIX + name, tokens)
+
+    assert AnnouncedEngine.read(engine.key, engine.write()) == engine
 
 
-@given(kind=KINDS, name=st.sampled_from(["prefix", "layers", "shards", "block_tokens", "other"]), junk=JSON)
-def test_what_somebody_else_put_there_is_never_an_error(kind: AnnouncedBlocks, name: str, junk: object) -> None:
-    for said in (junk, {"blocks": junk}, {"blocks": {**kind.value(), name: junk}}, {"engine": junk}):
-        value = json.dumps(said).encode()
-        found = AnnouncedBlocks.read(value)
-        assert found is None or found.block_tokens % found.hash_tokens == 0
-        AnnouncedEngine.read(f"{URLS_PREFIX}http://a", value)
+def with_blocks(**changed: object) -> bytes:
+    """The value of `BLOCKS` with something else in it."""
+    value = json.loads(BLOCKS.write())
+    value["blocks"] |= changed
+    return json.dumps(value).encode()
 
 
 @pytest.mark.parametrize(
-    "wrong",
+    "changed",
     [
-        *({"prefix": 3}, {"prefix": "vllm"}, {"layers": []}, {"layers": [3]}, {"layers": "01"}, {"shards": 0}),
-        *({"block_tokens": 10, "hash_tokens": 4}, {"hash_tokens": -1}, {"bytes_per_token": 1.5}, {"shards": True}),
-        *({"layers": ["0"] * 100_001}, {"bytes_per_token": 2**41}),
+        {"layers": []},
+        {"layers": "012"},
+        {"layers": {"0": 1}},
+        {"layers": [0, 1]},
+        {"layers": ["0", ""]},
+        {"layers": ["\ud800"]},
+        {"layers": ["a\0b"]},
+        {"layers": ["0" * 1000]},
+        {"layers": ["0"] * 50_001},  # of two shards each
+        {"prefix": None},
+        {"prefix": "other/llama/0123"},
+        {"prefix": "vllm/\ud800"},
+        {"prefix": "vllm/" + "x" * 1000},
+        {"shards": 0},
+        {"shards": True},
+        {"shards": 2**70},
+        {"group_blocks": -1},
+        {"group_blocks": "1"},
+        {"block_tokens": 0},
+        {"block_tokens": 40},  # the hashes are of 16
+        {"block_tokens": 16_000_000},
+        {"hash_tokens": 0},
+        {"hash_tokens": 16.0},
+        {"bytes_per_token": 0},
+        {"bytes_per_token": 1e300},
     ],
 )
-def test_what_cannot_be_is_no_announcement(wrong: dict[str, object]) -> None:
-    kind = AnnouncedBlocks(BlockNames("vllm/model/0123", ("0",)), 16, 16, 1024)
-    assert AnnouncedBlocks.read(json.dumps({"blocks": {**kind.value(), **wrong}}).encode()) is None
+def test_blocks_that_cannot_be_are_not_read(changed: dict[str, object]) -> None:
+    assert AnnouncedBlocks.read(with_blocks()) == BLOCKS
+    assert AnnouncedBlocks.read(with_blocks(**changed)) is None
 
 
-def test_an_engine_that_knows_its_url_is_found_by_it(store: blocking.BlockingStore) -> None:
-    names = make_names()
-    kind = AnnouncedBlocks(names, 16, 16, 1024)
-    Announcement(store, names, make_record(), writes=True, blocks=kind, url="http://a", cache_tokens=4800).announce()
-    (key,) = store.keys(URLS_PREFIX)
-    engine = AnnouncedEngine.read(key, bytes(store.get(key)))
-    assert engine == AnnouncedEngine("http://a", names.announcement, 4800)
-    assert names.announcement.startswith(ENGINES_PREFIX)
-    found = AnnouncedBlocks.read(bytes(store.get(names.announcement)))
-    assert found == kind
+@pytest.mark.parametrize("url", ["", "h:8000", "ftp://h", "http://", "http://h\n", "http://me@h", "http://h:x"])
+def test_an_engine_at_no_url_is_not_read(url: str) -> None:
+    assert AnnouncedEngine.read(URLS_PREFIX + url, ENGINE.write()) is None
+    assert AnnouncedEngine.read(f"other/{ENGINE.url}", ENGINE.write()) is None
+
+
+@pytest.mark.parametrize(
+    "changed",
+    [
+        {"announcement": None},
+        {"announcement": "vllm/llama/0123"},
+        {"announcement": "vllm-engines/" + "x" * 2000},
+        {"announcement": "vllm-engines/\ud800"},
+        {"cache_tokens": -1},
+        {"cache_tokens": 2**70},
+        {"cache_tokens": None},
+        {"cache_tokens": 1.5},
+        {"cache_tokens": True},
+    ],
+)
+def test_an_engine_that_cannot_be_is_not_read(changed: dict[str, Any]) -> None:
+    assert AnnouncedEngine.read(ENGINE.key, attrs.evolve(ENGINE, **changed).write()) is None
+
+
+JSON: st.SearchStrategy[Any] = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=9) | st.sampled_from(["vllm/a", "0"]),
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=3), inner, max_size=3),
+    max_leaves=6,
+)
+PARTS = ["prefix", "layers", "shards", "group_blocks", "block_tokens", "hash_tokens", "bytes_per_token"]
+JUNK: st.SearchStrategy[bytes] = st.one_of(
+    st.binary(max_size=99),
+    JSON.map(lambda value: json.dumps(value).encode()),
+    JSON.map(lambda value: json.dumps({"blocks": value}).encode()),
+    st.fixed_dictionaries({}, optional={"engine": JSON, "cache_tokens": JSON}).map(lambda v: json.dumps(v).encode()),
+    st.dictionaries(st.sampled_from(PARTS), JSON).map(lambda changed: with_blocks(**changed)),
+    st.tuples(st.sampled_from([BLOCKS.write(), ENGINE.write()]), st.integers(0, 99)).map(lambda cut: cut[0][: cut[1]]),
+    st.sampled_from([b"[" * 100_000, b'{"blocks":' * 100_000, b"1" * 10_000, b" " * 5_000_000]),
+)
+
+
+@given(JUNK, st.text(max_size=30).map(URLS_PREFIX.__add__) | st.just(ENGINE.key))
+def test_junk_is_nothing_or_something_that_can_be(value: bytes, key: str) -> None:
+    blocks, engine = AnnouncedBlocks.read(value), AnnouncedEngine.read(key, value)
+
+    if blocks is not None:
+        assert AnnouncedBlocks.read(blocks.write()) == blocks
+        check_keys(blocks.names.all_keys(["0" * 32]))
+        assert blocks.names.announcement.startswith(ENGINES_PREFIX)
+    if engine is not None:
+        assert is_engine_url(engine.url)
+        assert AnnouncedEngine.read(engine.key, engine.write()) == engine

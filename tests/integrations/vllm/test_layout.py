@@ -27,7 +27,7 @@ def layer(kind: str, **given: Any) -> Any:
         sizes |= {"shapes": ((2, 4),), "dtypes": (torch.float32,)}
     else:
         sizes |= {"num_kv_heads": 2, "head_size": 8, "dtype": torch.float32}
-    return getattr(kv_cache_interface, kind)(**sizes, **given)
+    return getattr(kv_cache_interface, kind)(**{**sizes, **given})
 
 
 def together(*layers: Any) -> Any:
@@ -39,12 +39,18 @@ def together(*layers: Any) -> Any:
 
 def layout_of(*specs: Any, transferred: bool = True, parallel: dict[str, int] | None = None) -> Any:
     """The layout of an engine with a group for each of these."""
+    return engine_of(*specs, transferred=transferred, parallel=parallel)[0]
+
+
+def engine_of(*specs: Any, transferred: bool = True, parallel: dict[str, int] | None = None, layers: int = 1) -> Any:
+    """The layout of an engine, and vLLM's configuration of it and of its cache."""
     from vllm.v1.kv_cache_interface import KVCacheConfig, KVCacheGroupSpec
 
     from infinistore.integrations.vllm.layout import Layout
 
     sizes = {
         "tensor_parallel_size": 1,
+        "pipeline_parallel_size": 1,
         "decode_context_parallel_size": 1,
         "prefill_context_parallel_size": 1,
         **(parallel or {}),
@@ -70,11 +76,14 @@ def layout_of(*specs: Any, transferred: bool = True, parallel: dict[str, int] | 
         speculative_config=None,
     )
     groups = [
-        KVCacheGroupSpec([f"layers.{number}.attn"], spec, enable_kv_transfer=transferred)
+        KVCacheGroupSpec(
+            [f"layers.{number * layers + turn}.attn" for turn in range(layers)], spec, enable_kv_transfer=transferred
+        )
         for number, spec in enumerate(specs)
     ]
+    cache = KVCacheConfig(8, [], groups)
     settings = ConnectorSettings(url="infinistore://nowhere", namespace="made")  # there are no weights
-    return Layout.of(config, KVCacheConfig(8, [], groups), settings)
+    return Layout.of(config, cache, settings), config, cache
 
 
 def window(tokens: int, **given: Any) -> Any:
@@ -172,3 +181,61 @@ def test_context_parallelism_is_refused_with_the_flags_to_leave_out(flag: str) -
 
     assert f"--{flag.replace('_', '-')}" in str(raised.value)
     assert "or without the connector" in str(raised.value)
+
+
+LAYER_TOKEN = 2 * 2 * 8 * 4
+"""Bytes of a token in a layer: a key and a value of two heads."""
+
+
+@pytest.mark.parametrize(
+    ("parallel", "ranks"),
+    [
+        ({}, 1),
+        ({"tensor_parallel_size": 4}, 4),
+        ({"tensor_parallel_size": 2, "pipeline_parallel_size": 3}, 6),
+    ],
+)
+def test_routers_are_told_how_large_a_token_is_in_all_layers_and_ranks(parallel: dict[str, int], ranks: int) -> None:
+    from infinistore.integrations.vllm.layout import announced_blocks
+
+    layout, config, cache = engine_of(layer("FullAttentionSpec"), layers=3, parallel=parallel)
+    blocks = announced_blocks(layout, config, cache)
+
+    assert blocks is not None
+    assert (blocks.names, blocks.names.facts) == (layout.names, layout.names.facts)
+    assert (blocks.block_tokens, blocks.hash_tokens) == (BLOCK, BLOCK)
+    assert blocks.bytes_per_token == 3 * LAYER_TOKEN * ranks
+
+
+def test_of_a_model_with_several_kinds_of_layers_they_are_told_those_that_attend_to_all_tokens() -> None:
+    from infinistore.integrations.vllm.announcements import AnnouncedBlocks
+    from infinistore.integrations.vllm.layout import announced_blocks, announced_engine
+
+    full = layer("FullAttentionSpec", block_size=4 * BLOCK)
+    layout, config, cache = engine_of(window(64), full, layer("FullAttentionSpec"), layers=2)
+    blocks = announced_blocks(layout, config, cache)
+
+    assert blocks is not None
+    assert (blocks.names.layers, blocks.block_tokens, blocks.hash_tokens) == (("2", "3"), 4 * BLOCK, BLOCK)
+    assert blocks.bytes_per_token == 6 * LAYER_TOKEN  # as if windows were kept
+    assert AnnouncedBlocks.read(blocks.write()) == blocks
+    assert announced_engine("http://h", layout.names, cache).cache_tokens == 8 * 4 * BLOCK
+
+
+def test_routers_are_told_of_no_blocks_if_none_are_stored_of_layers_that_attend_to_all_tokens() -> None:
+    from infinistore.integrations.vllm.layout import announced_blocks, announced_engine
+
+    for specs, tokens in (([window(64)], 8 * BLOCK), ([layer("CrossAttentionSpec")], 8 * BLOCK), ([], 0)):
+        layout, config, cache = engine_of(*specs)
+        assert announced_blocks(layout, config, cache) is None
+        assert announced_engine("http://h", layout.names, cache).cache_tokens == tokens
+
+
+def test_a_group_of_layers_of_several_sizes_has_the_bytes_of_all_of_them() -> None:
+    from infinistore.integrations.vllm.layout import announced_blocks
+
+    several = together(layer("FullAttentionSpec"), layer("FullAttentionSpec", head_size=24))
+    blocks = announced_blocks(*engine_of(several, layers=2))
+
+    assert blocks is not None
+    assert blocks.bytes_per_token == (1 + 3) * LAYER_TOKEN

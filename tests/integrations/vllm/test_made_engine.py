@@ -20,6 +20,7 @@ import pytest
 
 from infinistore import blocking
 from infinistore.integrations.internal.prefix_keys import PrefixChain
+from infinistore.integrations.vllm.announcements import READER, URLS_PREFIX, AnnouncedBlocks, AnnouncedEngine
 from tests.bad_days.servers import ServerProcess, running_server_process
 
 from .conftest import Open
@@ -351,6 +352,30 @@ def test_an_engine_announces_itself_and_one_that_only_reads_hears_that_it_finds_
         logger.removeHandler(caplog.handler)
     assert "model a/made, here b/made" in caplog.text
     assert sorted(key.count("/") for key in store.keys("vllm-engines/made/")) == [2, 3]
+
+
+@pytest.mark.parametrize("role", ["kv_both", "kv_consumer"])
+def test_a_router_finds_an_engine_that_tells_its_url_and_can_ask_for_its_blocks(
+    opened: Open, store: blocking.BlockingStore, role: str
+) -> None:
+    engine = opened(role=role, announce_url="http://10.0.0.1:8000/")
+    while not (urls := store.keys(URLS_PREFIX)):
+        engine.step()
+    told = AnnouncedEngine.read(urls[0], bytes(store.get(urls[0])))
+    assert told is not None
+    assert (told.url, told.cache_tokens) == ("http://10.0.0.1:8000", 200 * BLOCK)
+    key = told.announcement + ("" if role == "kv_both" else READER)
+    blocks = AnnouncedBlocks.read(bytes(store.get(key)))
+    assert blocks is not None
+
+    known = prompt(27, 4 * BLOCK)
+    writer = opened()
+    writer.ask(known)
+    writer.settle()
+    chain = PrefixChain(blocks.hash_tokens, group_blocks=blocks.names.group_blocks)
+    assert store.keys("vllm/") == sorted(blocks.names.all_keys(chain.extend(known)))
+    # A key and a value of one number of 4 bytes, in each of two layers.
+    assert (blocks.block_tokens, blocks.bytes_per_token) == (BLOCK, 16)
 
 
 def test_within_a_multi_connector_stages_of_a_pipeline_tell_their_layers_with_the_first_step(

@@ -34,6 +34,14 @@ from .halves import make_names
         ({"url": "tcp://h:1", "verify": False}, 'verify must be "always" or "never"'),
         ({"url": "tcp://h:1", "reset": True}, 'reset must be "delete" or "keep", not True'),
         ({"url": "tcp://h:1", "events_dump_blocks": 0}, "events_dump_blocks must be a whole number above 0"),
+        ({"url": "tcp://h:1", "announce_url": 8000}, "announce_url must be the URL at which clients reach this engine"),
+        ({"url": "tcp://h:1", "announce_url": "h:8000"}, 'such as "http://10.0.0.1:8000", of at most 200 characters'),
+        ({"url": "tcp://h:1", "announce_url": "http://:8000"}, "announce_url must be"),
+        ({"url": "tcp://h:1", "announce_url": "http://[h"}, "announce_url must be"),
+        ({"url": "tcp://h:1", "announce_url": "http://h:99999"}, "announce_url must be"),
+        ({"url": "tcp://h:1", "announce_url": "http://h/ a"}, "announce_url must be"),
+        ({"url": "tcp://h:1", "announce_url": "http://h/?a=b"}, "announce_url must be"),
+        ({"url": "tcp://h:1", "announce_url": "http://" + "h" * 200}, "announce_url must be"),
         ({"url": "tcp://h:1", "save_generated": "no"}, "save_generated must be true or false"),
         ({"url": "tcp://h:1", "namespace": "x\0y"}, "namespace must be a text"),
     ],
@@ -42,6 +50,11 @@ def test_what_cannot_be_used_is_told_by_its_name(given: dict[str, object], compl
     with pytest.raises(ConfigError) as raised:
         ConnectorSettings.from_extra_config(given)
     assert complaint in str(raised.value)
+
+
+@pytest.mark.parametrize("url", ["", "http://h", "https://h:8000/a/", "http://[::1]:8000"])
+def test_an_engine_may_be_at_any_url_of_http(url: str) -> None:
+    assert ConnectorSettings.from_extra_config({"url": "tcp://h:1", "announce_url": url}).announce_url == url
 
 
 @pytest.mark.parametrize(
