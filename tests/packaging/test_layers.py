@@ -58,7 +58,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "protocol": {"errors", "keys", "statistics"},
     "transports": {"errors", "host", "kept_errors", "settings", "sizes", "statistics", "protocol"},
     # Decisions; a router or a connector measures and acts.
-    "scheduling": {"errors", "named_classes"},
+    "scheduling": {"errors", "named_classes", "traces"},
     # Decisions; what asks etcd and reads files lies above.
     "cluster": {"addresses", "errors", "keys", "settings", "sizes"},
     # protocol, transports: a node is asked who it is.
