@@ -11,13 +11,16 @@ import runpy
 import shutil
 import subprocess
 import sys
+import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from http.server import BaseHTTPRequestHandler, HTTPServer
 from pathlib import Path
 
 import pytest
 import yaml
 
+from infinistore.cli.route import command as route
 from infinistore.client.options import parse_url
 from infinistore.config import load_server_config
 from infinistore.integrations.vllm.settings import ConnectorSettings
@@ -28,6 +31,7 @@ PROJECT = Path(__file__).resolve().parents[2]
 CONTAINER = PROJECT / "deploy" / "container"
 COMPOSE = yaml.safe_load((CONTAINER / "compose.yaml").read_text())
 ENGINE = yaml.safe_load((CONTAINER / "vllm.compose.yaml").read_text())
+FLEET = yaml.safe_load((CONTAINER / "fleet.compose.yaml").read_text())
 ISOLATED = "--isolation=chroot"
 
 builds_images = pytest.mark.skipif(
@@ -77,21 +81,27 @@ def test_prometheus_scrapes_the_job_that_the_alerts_are_about() -> None:
 
 
 def test_no_service_has_rights_that_it_does_not_need() -> None:
-    for service in [*COMPOSE["services"].values(), *ENGINE["services"].values()]:
+    for service in [one for file in (COMPOSE, ENGINE, FLEET) for one in file["services"].values()]:
         assert service["cap_drop"] == ["ALL"]
         assert service["security_opt"] == ["no-new-privileges:true"]
+        assert all(port.startswith("127.0.0.1:") for port in service.get("ports", []))
     assert COMPOSE["services"]["infinistore"]["read_only"] is True
+    assert FLEET["services"]["router"]["read_only"] is True
 
 
 def test_only_the_group_of_the_token_may_read_it_beside_its_owner() -> None:
-    services = COMPOSE["services"] | ENGINE["services"]
+    services = COMPOSE["services"] | ENGINE["services"] | FLEET["services"]
     reading = {name for name, service in services.items() if "token" in service.get("secrets", [])}
-    assert reading == {"infinistore", "prometheus", "vllm"}
+    assert reading == {"infinistore", "prometheus", "vllm", "engine-0", "engine-1", "router"}
     assert all(services[name]["group_add"][-1].startswith("${TOKEN_GROUP") for name in reading)
 
 
-def test_the_engine_of_the_compose_file_is_one_of_the_servers_clients_by_shared_memory() -> None:
-    (engine,) = ENGINE["services"].values()
+ENGINES = {name: service for file in (ENGINE, FLEET) for name, service in file["services"].items() if name != "router"}
+
+
+@pytest.mark.parametrize("name", ENGINES)
+def test_an_engine_of_a_compose_file_is_one_of_the_servers_clients_by_shared_memory(name: str) -> None:
+    engine = ENGINES[name]
     server = COMPOSE["services"]["infinistore"]
     settings = json.loads(engine["command"][-1])
     with pytest.MonkeyPatch.context() as environment:
@@ -105,6 +115,36 @@ def test_the_engine_of_the_compose_file_is_one_of_the_servers_clients_by_shared_
     assert url.options == {"token_file": server["environment"]["INFINISTORE_TOKEN_FILE"]}
     assert f"INFINISTORE_UNIX_SOCKET={url.path}" in (CONTAINER / "Dockerfile").read_text()
     assert f"--gid {engine['group_add'][0]} infinistore" in (CONTAINER / "Dockerfile").read_text()
+
+
+def test_the_router_of_the_compose_file_has_settings_that_exist_and_the_engines_beside_it() -> None:
+    services = FLEET["services"]
+    router = services["router"]
+    name, *flags = router["command"]
+    settings = route.make_context(name, list(flags)).params
+    engines = [one for one in services if one != "router"]
+    assert (name, list(settings["engines"])) == ("route", [f"http://{one}:8000" for one in engines])
+    assert router["ports"] == [f"127.0.0.1:{settings['port']}:{settings['port']}"]
+    assert int(router["stop_grace_period"].removesuffix("s")) > settings["drain_timeout"]
+    assert router["image"] == COMPOSE["services"]["infinistore"]["image"]
+    secrets = {f"/run/secrets/{one}" for one in router["secrets"]}
+    assert {str(settings["token_file"]), str(settings["engine_key_file"])} == secrets
+    assert settings["token_file"] != settings["engine_key_file"]
+    url = parse_url(router["environment"]["INFINISTORE_URL"])
+    assert url.options == {"token_file": COMPOSE["services"]["infinistore"]["environment"]["INFINISTORE_TOKEN_FILE"]}
+    assert (url.host, url.port) == ("infinistore", load_server_config(environment={}).service_port)
+
+
+def test_each_engine_of_the_fleet_has_a_gpu_and_wants_the_key_that_the_router_shows() -> None:
+    engines = {name: service for name, service in FLEET["services"].items() if name != "router"}
+    devices = [one["deploy"]["resources"]["reservations"]["devices"][0]["device_ids"] for one in engines.values()]
+    assert devices == [["0"], ["1"]]
+    shown = route.make_context("route", FLEET["services"]["router"]["command"][1:]).params["engine_key_file"]
+    for engine in engines.values():
+        shell, flag, script, called = engine["entrypoint"]
+        assert (shell, flag, called) == ("sh", "-c", "vllm")
+        assert f"VLLM_API_KEY=$$(cat {shown}) exec vllm serve" in script
+        assert "ports" not in engine
 
 
 def test_what_the_image_copies_is_let_through_to_the_build() -> None:
@@ -133,6 +173,26 @@ def managed(*flags: str) -> Iterator[str]:
         yield str(port)
 
 
+@contextmanager
+def answering(status: int) -> Iterator[int]:
+    """The port of a server that answers GET /health with a status, others with 404."""
+
+    class Handler(BaseHTTPRequestHandler):
+        def do_GET(self) -> None:
+            self.send_response(status if self.path == "/health" else 404)
+            self.end_headers()
+
+        def log_message(self, *_: object) -> None:
+            pass
+
+    with HTTPServer(("127.0.0.1", 0), Handler) as server:
+        thread = threading.Thread(target=server.serve_forever)
+        thread.start()
+        yield server.server_port
+        server.shutdown()
+        thread.join()
+
+
 def test_the_health_check_of_the_image_is_the_one_that_it_copies() -> None:
     dockerfile = (CONTAINER / "Dockerfile").read_text()
     assert f"CMD {json.dumps(PROBE)}" in dockerfile
@@ -157,6 +217,17 @@ def test_a_server_with_tls_is_healthy_also_if_only_a_configuration_file_says_so(
         assert ask({"INFINISTORE_MANAGE_PORT": port, "INFINISTORE_TLS_CERT": str(files.cert)}) == ""
         assert ask({}, "serve", "--manage-port", port, "--tls-cert", str(files.cert)) == ""
         assert ask({"INFINISTORE_MANAGE_PORT": port}) == ""
+
+
+def test_the_health_check_of_the_fleet_is_told_by_the_status_of_the_answer() -> None:
+    checks = [service["healthcheck"]["test"] for service in FLEET["services"].values()]
+    assert all(check == checks[0] for check in checks)
+    command, _, *arguments, script = checks[0]
+    assert (command, arguments) == ("CMD", ["-S", "-c"])
+    for status, code in (200, 0), (503, 1):
+        with answering(status) as port:
+            done = subprocess.run([sys.executable, *arguments, script.replace("8000", str(port))], check=False)
+        assert done.returncode == code
 
 
 def test_a_server_that_does_not_answer_or_cannot_be_asked_is_unhealthy() -> None:
