@@ -11,6 +11,7 @@ __all__ = ["LEFT_OUT"]
 _ENGINE: Final = "it needs vLLM and a model; tests/integrations/vllm serves with it"
 _LMCACHE: Final = "it needs LMCache and a model; tests/integrations/lmcache runs both"
 _SGLANG: Final = "it needs SGLang and a GPU; tests/integrations/sglang runs its cache"
+_FLEET: Final = "it needs engines; tests/routing routes to imitations"
 _GPU: Final = "it needs a GPU; tests/gpu and tests/bench/test_gpu.py are rehearsed without one"
 _INSTALLS: Final = "it would change the environment that the tests run in; tests/packages and tests/packaging install"
 _CI: Final = "it would run itself; .ci/run does, as tests/packaging asserts"
@@ -35,12 +36,18 @@ LEFT_OUT: Final[dict[str, dict[str, str]]] = {
     "docs/container.md": {
         "docker build": _DOCKER,
         "TOKEN_GROUP=$(id -g) docker compose": _DOCKER,
+        "curl --oauth2-bearer": _DOCKER,
         "docker run": _DOCKER,
         "infinistore stat": _DOCKER,
         "make dist": _INSTALLS,
     },
     "docs/demo.md": {
         "make demo": _CI,
+    },
+    "docs/fleet.md": {
+        "CUDA_VISIBLE_DEVICES": _ENGINE,
+        "infinistore monitor": _FLEET,
+        "infinistore route": _FLEET,
     },
     "docs/gpu.md": {
         "build/luggage/run": _GPU,

@@ -28,6 +28,7 @@ RUN = {
     "docs/add-a-mover.md": "in tests/clients, as parts of examples/loopback_mover.py and of test_mover_contract.py",
     "docs/add-an-allocator.md": "in test_fragments.py",
     "docs/disk.md": "in test_fragments.py",
+    "docs/fleet.md": "in test_fragments.py",
     "docs/long-conversations.md": "in test_fragments.py",
     "docs/opening-a-store.md": "in test_fragments.py",
     "docs/rdma.md": "in test_fragments.py, without a device",

@@ -6,6 +6,7 @@ import ast
 import asyncio
 import inspect
 import os
+import re
 import subprocess
 import sys
 from collections.abc import Coroutine, Iterator
@@ -19,10 +20,13 @@ import trio
 
 import infinistore
 from infinistore import aio, blocking
+from infinistore.cli.route import command as route
 from infinistore.errors import StoreUnavailable
+from infinistore.routing.metrics import Metrics as RouterMetrics
 from tests import warm
 from tests.bad_days.servers import ServerHere, running_server_here
 from tests.documentation.blocks import PROJECT, programs
+from tests.routing.fakes import MODEL, routed
 from tests.transports.certificates import issue
 
 FLAGS = ast.PyCF_ALLOW_TOP_LEVEL_AWAIT
@@ -196,6 +200,48 @@ def test_a_request_is_scheduled_by_a_policy_of_the_library_and_by_one_of_your_ow
     engines[0].send("request 2", names["request"], 20.0)
     policy = run(programs("docs/scheduling.md")[1].code)["FewestRequests"]()
     assert policy.pick(names["request"], engines, 20.0) is engines[1]
+
+
+def test_a_client_of_openai_asks_a_router(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    """OpenAI's client is an imitation here; the router and its headers are not."""
+
+    class Answered:
+        def __init__(self, headers: dict[str, str]) -> None:
+            self.headers = headers
+
+        def parse(self) -> Any:
+            return SimpleNamespace(choices=[SimpleNamespace(message=SimpleNamespace(content="A cache."))])
+
+    def open_client(*, base_url: str, api_key: str) -> Any:
+        assert base_url == f"http://127.0.0.1:{route_default('port')}/v1"
+
+        def create(**body: Any) -> Answered:
+            async def ask() -> Answered:
+                async with routed("a") as world:
+                    _, _, headers = await world.ask("/v1/chat/completions", {**body, "model": MODEL})
+                    return Answered(headers)
+
+            return trio.run(ask)
+
+        return SimpleNamespace(
+            chat=SimpleNamespace(completions=SimpleNamespace(with_raw_response=SimpleNamespace(create=create)))
+        )
+
+    monkeypatch.setitem(sys.modules, "openai", SimpleNamespace(OpenAI=open_client))
+    run(program("docs/fleet.md", "OpenAI"))
+    assert capsys.readouterr().out == "http://a\nA cache.\n"
+
+
+def route_default(name: str) -> Any:
+    (found,) = (one.default for one in route.params if one.name == name)
+    return found
+
+
+def test_the_metrics_of_a_router_are_those_of_its_page() -> None:
+    text = RouterMetrics(list, lambda: 0.0).text().decode()
+    named = {name for name in re.findall(r"^# TYPE (\w+)", text, re.MULTILINE) if not name.endswith("_created")}
+    page = (PROJECT / "docs" / "fleet.md").read_text()
+    assert set(re.findall(r"^\| `(infinistore_router_\w+)", page, re.MULTILINE)) == named
 
 
 def test_a_long_conversation_is_cut_in_a_chat_and_in_an_agent() -> None:
