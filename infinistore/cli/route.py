@@ -53,7 +53,7 @@ _POSITIVE: Final = click.FloatRange(min=0, min_open=True)
 )  # fmt: skip
 @click.option(
     "--engine-key-file", metavar="FILE", type=_FILE, panel=_ENGINES,
-    help="The API key that the engines want. Default: what the client shows.",
+    help="The API key that the engines want, also from the router itself. Default: what the client shows.",
 )  # fmt: skip
 @click.option(
     "--policy", metavar="NAME", default="soonest", show_default=True, panel=_ENGINES,
@@ -154,6 +154,8 @@ def command(
     if tls_key is not None and tls_cert is None:
         raise ConfigError("--tls-key needs --tls-cert")
     named = _named(engines=engines, prefills=prefills, decodes=decodes)
+    if prefills and not (decodes or engines or engines_file or announced):
+        raise ConfigError("--prefill: no engine answers; give --decode URL, too")
     if not named and engines_file is None and not announced:
         raise ConfigError("there is no engine: give --engine URL, --engines-file FILE or --announced")
     room = (raise_descriptor_limit(2 * max_connections + _SPARE_DESCRIPTORS) - _SPARE_DESCRIPTORS) // 2
@@ -196,8 +198,6 @@ def _named(**urls: tuple[str, ...]) -> "dict[str, tuple[Address, Role]]":
             if address.url in named:
                 raise ConfigError(f"{address.url} is named twice; an engine has one role")
             named[address.url] = (address, role)
-    if urls["prefills"] and not urls["decodes"] and not urls["engines"]:
-        raise ConfigError("--prefill: no engine answers; give --decode URL, too")
     return named
 
 
@@ -243,8 +243,8 @@ async def _run(
                 return
             up = sum(member.is_up for member in router.fleet)
             _announce(
-                f"routing on {scheme}://{_bracketed(host)}:{port} to {len(router.fleet)} engines,"
-                f" of which {up} are up ({options.policy})"
+                f"routing on {scheme}://{_bracketed(host)}:{port} to {len(router.fleet)}"
+                f" engine{'' if len(router.fleet) == 1 else 's'}, {up} up ({options.policy})"
             )
             await router.serve(listeners, stop)
             nursery.cancel_scope.cancel()

@@ -37,6 +37,8 @@ class Member:
         """Why it is down."""
         self.models: Mapping[str, str] = {}
         """What it serves, by name: the path of the model, or nothing for an adapter."""
+        self.cards: Mapping[str, Mapping[str, Any]] = {}
+        """What it says of each of them."""
         self.blocks: AnnouncedBlocks | None = None
         """How its blocks are called, if it has said so."""
         self.engine = self._new_engine(None, _CACHE_TOKENS, loads=False)
@@ -91,12 +93,15 @@ class Member:
         }
 
     def failed(self, problem: str) -> bool:
-        """Note that it did not answer. Return whether it counts as down from now on."""
+        """Note that it did not answer. Return whether it is down by that, or still down
+        for another reason.
+        """
         self._failures += 1
-        if not self.is_up or self._failures < FAILURES:
-            return False
-        self.is_up, self.problem = False, problem
-        return True
+        if self._failures >= FAILURES or not self.is_up:
+            is_news = self.is_up or problem != self.problem
+            self.is_up, self.problem = False, problem
+            return is_news
+        return False
 
     def announced(self, blocks: AnnouncedBlocks | None, cache_tokens: int, *, loads: bool) -> None:
         """Note how its blocks are called, how many tokens its own cache holds, and
@@ -144,7 +149,7 @@ class Fleet:
 
     def able(self, model: str, *roles: Role) -> list[Member]:
         """Return the engines that are up and serve a model, in these roles, if any are
-        given. An empty name is any model, if all serve the same.
+        given. An empty name is any model.
         """
         able = [one for one in self if one.is_up and (not roles or one.role in roles)]
         return [one for one in able if not model or model in one.models or not one.models]

@@ -5,6 +5,7 @@ that it can be sent again to another engine; an answer is passed on as its bytes
 Heads and bodies are bounded, and so is every wait.
 """
 
+import functools
 import json
 import ssl
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
@@ -18,6 +19,7 @@ import h11
 import trio
 
 from infinistore.errors import ConfigError, StoreUnavailable
+from infinistore.integrations.vllm.settings import is_engine_url
 from infinistore.sizes import describe_size
 from infinistore.transports.sockets.trio_streams import listen_tcp
 from infinistore.transports.tls.session import server_context
@@ -270,26 +272,29 @@ class Address:
         Raises:
             ConfigError: it is none.
         """
-        try:
-            parts = urlsplit(url.strip())
-            port = parts.port
-        except ValueError:
-            raise ConfigError(f"{name} {url}: must look like http://127.0.0.1:8000") from None
-        if parts.scheme not in ("http", "https") or not parts.hostname or parts.query or parts.fragment:
-            raise ConfigError(f"{name} {url}: must look like http://127.0.0.1:8000")
+        bare = url.strip().rstrip("/")
+        if not is_engine_url(bare):
+            raise ConfigError(f"{name} {url}: must look like http://127.0.0.1:8000, in ASCII, without a user name")
+        parts = urlsplit(bare)
         secure = parts.scheme == "https"
-        base = parts.path.rstrip("/")
-        bare = f"{parts.scheme}://{parts.netloc.rpartition('@')[2]}{base}"
-        return cls(bare, parts.hostname, port or (443 if secure else 80), secure, base.encode())
+        assert parts.hostname is not None
+        return cls(bare, parts.hostname, parts.port or (443 if secure else 80), secure, parts.path.encode())
 
     async def connect(self) -> trio.abc.Stream:
         """Connect to it. Raises OSError."""
         stream: trio.abc.Stream = await trio.open_tcp_stream(self.host, self.port)
         if not self.secure:
             return stream
-        context = ssl.create_default_context()
-        secure: trio.abc.Stream = trio.SSLStream(stream, context, server_hostname=self.host, https_compatible=True)
+        secure: trio.abc.Stream = trio.SSLStream(
+            stream, _client_context(), server_hostname=self.host, https_compatible=True
+        )
         return secure
+
+
+@functools.cache
+def _client_context() -> ssl.SSLContext:
+    """Return what engines' certificates are checked by: to read it takes a while."""
+    return ssl.create_default_context()
 
 
 Connect: TypeAlias = Callable[[Address], Awaitable[trio.abc.Stream]]
@@ -346,7 +351,8 @@ async def asking(
     if key is not None:
         headers = [(name, value) for name, value in headers if name != b"authorization"]
         headers += [(b"authorization", b"Bearer " + key.encode())] if key else []
-    headers += [(b"host", f"{address.host}:{address.port}".encode()), (b"connection", b"close")]
+    host = f"[{address.host}]" if ":" in address.host else address.host
+    headers += [(b"host", f"{host}:{address.port}".encode()), (b"connection", b"close")]
     if asked.body or asked.method not in (b"GET", b"HEAD"):
         headers.append((b"content-length", b"%d" % len(asked.body)))
     protocol = h11.Connection(h11.CLIENT, max_incomplete_event_size=limits.head_bytes)
@@ -358,7 +364,7 @@ async def asking(
     try:
         with trio.fail_after(limits.connect_s):
             stream = await connect(address)
-    except (OSError, trio.TooSlowError) as error:
+    except (OSError, UnicodeError, trio.TooSlowError) as error:  # UnicodeError: what no host can be called
         raise EngineFailed(f"{address.url} cannot be reached: {_reason(error)}") from None
     async with stream:
         with trio.move_on_after(limits.first_byte_s) as waiting:
@@ -380,7 +386,9 @@ async def _event(protocol: h11.Connection, stream: trio.abc.Stream, url: str) ->
         while (event := protocol.next_event()) is h11.NEED_DATA:
             protocol.receive_data(bytes(await stream.receive_some(_PIECE_BYTES)))
     except BROKEN as error:
-        raise EngineFailed(f"{url} stopped in its answer: {_reason(error)}") from None
+        has_closed = isinstance(error, h11.RemoteProtocolError) and protocol.trailing_data[1]
+        reason = "it closed the connection" if has_closed else _reason(error)
+        raise EngineFailed(f"{url} did not answer to the end: {reason}") from None
     return event
 
 

@@ -178,7 +178,7 @@ class TokenMemory:
 def joined(known: Sequence[int], rest: Sequence[int]) -> tuple[list[int], int] | None:
     """Return the tokens of a chat from those of its beginning, `known`, and those of
     its last messages, `rest`, the first of which `known` ends with; and how many of
-    `known` these begin with. None if it does not show where they overlap.
+    `known` these begin with. None if where they overlap is not beyond doubt.
 
     What a template puts behind the last message is passed over in `known`, and what it
     puts before the first one, in `rest`.
@@ -186,9 +186,11 @@ def joined(known: Sequence[int], rest: Sequence[int]) -> tuple[list[int], int] |
     text, whole = array("q", known).tobytes(), array("q", rest).tobytes()
     for closing in range(min(_LONGEST_CLOSING, len(known) - _ANCHOR_TOKENS) + 1):
         end = len(known) - closing
-        at = _find(whole, text[8 * (end - _ANCHOR_TOKENS) : 8 * end])
+        anchor = text[8 * (end - _ANCHOR_TOKENS) : 8 * end]
+        at = _find(whole, anchor)
         if at >= 0:
-            return [*known[:end], *rest[at + _ANCHOR_TOKENS :]], end
+            after = at + _ANCHOR_TOKENS
+            return ([*known[:end], *rest[after:]], end) if _find(whole[8 * (at + 1) :], anchor) < 0 else None
     return None
 
 

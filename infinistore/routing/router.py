@@ -45,6 +45,10 @@ from infinistore.scheduling import LeastWork, Plan, Policy, Request, create_poli
 _log = logging.getLogger("infinistore.router")
 _MOST_SAID_BYTES: Final = 16 * 1024 * 1024
 """The answer to a prompt that is only computed."""
+_MOST_TRIES: Final = 3
+"""How many engines a request is sent to, if none answers."""
+_FOR_PROBES: Final = 64
+"""Connections beyond `most_connections` that may ask for the router's health."""
 _MOST_LONG_BODIES: Final = 16
 _LARGE_BYTES: Final = 1024 * 1024
 """A body from this length on is decoded beside the loop."""
@@ -86,6 +90,8 @@ class _Job:
     asked: Asked
     prompt: Prompt
     request: Request
+    arrived: float
+    """When it came, on the router's clock."""
 
 
 class Router:
@@ -186,9 +192,10 @@ class Router:
 
     async def _serve(self, client: ClientConnection) -> None:
         try:
-            if len(self._clients) > self._options.most_connections:
-                raise Refused(503, f"{self._options.most_connections} connections are open; try again in a moment")
-            while (asked := await client.next_request()) is not None:
+            over = len(self._clients) - self._options.most_connections
+            while over <= _FOR_PROBES and (asked := await client.next_request()) is not None:
+                if over > 0 and asked.path != "/health":
+                    raise Refused(503, f"{self._options.most_connections} clients are connected; try again in a moment")
                 if self._draining:
                     client.is_last = True
                 try:
@@ -249,11 +256,12 @@ class Router:
             raise problem.again()
 
     def _models(self) -> dict[str, Any]:
-        models = self.fleet.models()
-        return {
-            "object": "list",
-            "data": [{"id": name, "object": "model", "root": root or None} for name, root in sorted(models.items())],
-        }
+        """Return what engines that are up say of their models, the first of each."""
+        cards: dict[str, Any] = {}
+        for member in self.fleet:
+            if member.is_up:
+                cards = {**member.cards, **cards}
+        return {"object": "list", "data": [cards[name] for name in sorted(cards)]}
 
     def status(self) -> dict[str, Any]:
         """Return what the monitor shows."""
@@ -269,6 +277,7 @@ class Router:
 
     async def _generate(self, client: ClientConnection, asked: Asked) -> None:
         """Answer a request with a prompt."""
+        arrived = trio.current_time()
         body = await self._decoded(asked.body)
         prompt = read_prompt(asked.path, body)
         members = self._able(prompt.model)
@@ -278,12 +287,12 @@ class Router:
         reason = self._options.policy if request.hashes else "length"
         if prefills and others and isinstance(body, dict):
             uncached = request.tokens - request.tokens_of(request.stored_blocks)
-            if uncached < self._options.split_above_tokens:
+            if uncached <= self._options.split_above_tokens:
                 reason = "short rest"
             elif await self._prefill(asked, body, request, prefills):
                 request = attrs.evolve(request, stored_blocks=len(request.hashes))
                 reason = "decode"
-        await self._send(_Job(client, asked, prompt, request), others or prefills, reason)
+        await self._send(_Job(client, asked, prompt, request, arrived), others or prefills, reason)
 
     async def _decoded(self, body: bytes) -> object:
         """Return what a body says; None if it is no JSON, which the engine will say."""
@@ -297,7 +306,9 @@ class Router:
         body = await self._decoded(asked.body) if asked.body else None
         model = body.get("model") if isinstance(body, dict) else None
         members = self._able(model if isinstance(model, str) else "")
-        await self._send(_Job(client, asked, Prompt(), Request(1)), members, "other path")
+        others = [member for member in members if member.role != "prefill"]
+        job = _Job(client, asked, Prompt(), Request(1), trio.current_time())
+        await self._send(job, others or members, "other path")
 
     def _able(self, model: str) -> list[Member]:
         """Return the engines that can take a request for this model."""
@@ -309,10 +320,10 @@ class Router:
 
     async def _send(self, job: _Job, members: Sequence[Member], reason: str) -> None:
         """Send a request to the engine that the policy picks, and while no byte of an
-        answer has come, to the next one.
+        answer has come, to the next one: not to all, for the request may be the cause.
         """
-        left, problems = list(members), []
-        while left:
+        left, problems = list(members), list[str]()
+        while left and len(problems) < _MOST_TRIES:
             member = self._pick(job.request, left)
             left.remove(member)
             member.picked[reason] += 1
@@ -345,15 +356,18 @@ class Router:
         """
         client, prompt = job.client, job.prompt
         limits, began = self._options.limits, trio.current_time()
+        if not prompt.streams:  # the first byte comes with the last token
+            limits = attrs.evolve(limits, first_byte_s=limits.answer_s)
         with self._sent(member, job.request, followed=prompt.streams) as (plan, answered):
             async with asking(member.address, job.asked, limits, self._connect, key=self._key) as answer:
                 piece = await _first_piece(answer, limits, member)
-                took_s = trio.current_time() - began
-                answered()
+                now = trio.current_time()
                 member.answered()
+                if answer.status == 200:
+                    answered()
                 if prompt.streams and answer.status == 200:
-                    member.first_tokens.append((plan.first_token_s, took_s))
-                    self.metrics.first_token.observe(took_s)
+                    member.first_tokens.append((plan.first_token_s, now - began))
+                    self.metrics.first_token.observe(now - job.arrived)
                     self.metrics.predicted.observe(plan.first_token_s)
                 about = [(_ENGINE, member.address.url.encode()), (_PREDICTED, b"%d" % (1e3 * plan.first_token_s))]
                 await client.begin(answer.status, [*answer.headers, *about])

@@ -6,7 +6,6 @@ import itertools
 import json
 import logging
 from collections.abc import Mapping
-from contextlib import suppress
 from pathlib import Path
 from typing import Any, Final
 
@@ -111,7 +110,10 @@ class Watcher:
     async def _probe(self, member: Member, *, also_models: bool) -> None:
         try:
             if also_models:
-                member.models = await self._models_of(member)
+                await self._ask_for_models(member)
+            status, _ = await self.ask(member, b"GET", b"/health")
+            if status >= 500:
+                raise EngineFailed(f"{member.address.url}/health answers {status}")
             status, said = await self.ask(member, b"GET", b"/metrics")
         except EngineFailed as error:
             self.note_failure(member, error)
@@ -122,17 +124,20 @@ class Watcher:
             _log.info("an engine is up", extra={"engine": member.address.url, "models": sorted(member.models)})
             self._learn()
 
-    async def _models_of(self, member: Member) -> dict[str, str]:
+    async def _ask_for_models(self, member: Member) -> None:
         status, said = await self.ask(member, b"GET", b"/v1/models")
         url = member.address.url
         if status in (401, 403):
             raise EngineFailed(f"{url} wants a key; start the router with --engine-key-file")
         try:
             found: Any = json.loads(said)["data"] if status == 200 else None
-            models = {str(one["id"]): "" if one.get("parent") else str(one.get("root") or one["id"]) for one in found}
+            cards = {str(one["id"]): one for one in found}
+            member.models = {
+                name: "" if one.get("parent") else str(one.get("root") or name) for name, one in cards.items()
+            }
         except (ValueError, LookupError, TypeError, AttributeError):
             raise EngineFailed(f"{url} is no engine that speaks as OpenAI: /v1/models answers {status}") from None
-        return models
+        member.cards = cards
 
     async def ask(self, member: Member, method: bytes, target: bytes, body: bytes = b"") -> tuple[int, bytes]:
         """Ask an engine something on the router's own account.
@@ -194,11 +199,13 @@ class Watcher:
         read = {key: AnnouncedBlocks.read(value) for key, value in kinds.items()}
         self._kinds = {key.removesuffix(READER): one for key, one in read.items() if one is not None}
         if self._uses_announced:
-            self._from_store = {}
-            for one in self._announced:
-                with suppress(ConfigError):
-                    address = Address.of(one.url)
-                    self._from_store[address.url] = (address, "both")
+            # One whose announcement was evicted stays while it answers.
+            up = {member.address.url for member in self.fleet if member.is_up}
+            addresses = [Address.of(one.url) for one in self._announced]
+            self._from_store = {
+                **{url: known for url, known in self._from_store.items() if url in up},
+                **{address.url: (address, "both") for address in addresses},
+            }
 
     async def _read_all(self, store: AsyncStore, prefix: str) -> dict[str, bytes]:
         keys = await store.keys(prefix, _MOST_ANNOUNCED)

@@ -101,7 +101,7 @@ def test_a_router_that_is_told_to_stop_finishes_what_it_has_begun(
     environment: dict[str, str], number: int, code: int
 ) -> None:
     with engine() as (url, goes_on), router(environment, "--engine", url) as (process, line, port):
-        assert line == f"routing on http://127.0.0.1:{port} to 1 engines, of which 1 are up (soonest)\n"
+        assert line == f"routing on http://127.0.0.1:{port} to 1 engine, 1 up (soonest)\n"
         goes_on.clear()
         connection = http.client.HTTPConnection("127.0.0.1", port)
         connection.request("POST", "/v1/completions", BODY, {"content-type": "application/json"})
@@ -140,6 +140,8 @@ def test_a_router_speaks_tls_and_wants_its_token(environment: dict[str, str], tm
     [
         ([], "there is no engine: give --engine URL"),
         (["--engine", "127.0.0.1:8000"], "--engine 127.0.0.1:8000: must look like http://127.0.0.1:8000"),
+        (["--engine", "http://me:secret@a"], "without a user name"),
+        (["--engine", "http://a/\u00fc"], "in ASCII"),
         (["--prefill", "http://a"], "no engine answers; give --decode URL"),
         (["--engine", "http://a", "--decode", "http://a/"], "http://a is named twice"),
         (["--announced"], "name it with --store"),

@@ -47,6 +47,9 @@ class FakeEngine:
         self.cancelled = 0
         """How many requests ended because the router hung up."""
         self.status = 200
+        self.health = 200
+        self.key: bytes | None = None
+        """What it wants to be shown."""
 
     async def serve(self, stream: trio.abc.Stream) -> None:
         """Serve one connection."""
@@ -65,6 +68,10 @@ class FakeEngine:
             found = None
         body = found if isinstance(found, dict) else {}
         match asked.path:
+            case _ if self.key is not None and asked.header(b"authorization") != self.key:
+                await client.answer(401, b"{}")
+            case "/health":
+                await client.answer(self.health, b"")
             case "/v1/models":
                 await client.answer(200, json.dumps({"data": self.models}).encode())
             case "/metrics":

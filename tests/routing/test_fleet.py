@@ -34,7 +34,8 @@ def test_an_engine_is_down_after_some_failures_in_a_row_and_up_with_an_answer() 
     assert not member.answered()  # it was not down
     assert [member.failed("no route") for _ in range(FAILURES)] == [*[False] * (FAILURES - 1), True]
     assert (member.is_up, member.problem) == (False, "no route")
-    assert not member.failed("still")  # told once
+    assert not member.failed("no route")  # told once
+    assert member.failed("no key")  # and again if it is something else
     assert member.answered()
 
 

@@ -49,6 +49,61 @@ async def test_other_paths_go_to_an_engine_unchanged(autojump_clock: MockClock) 
     assert (asked.header(b"x-mine"), json.loads(asked.body)["input"]) == (b"z", "y")
 
 
+async def test_a_request_that_no_engine_answers_does_not_go_to_all(autojump_clock: MockClock) -> None:
+    def die(engine: FakeEngine) -> None:
+        engine.stops_after = 0
+
+    async with routed(*"abcde", prepare=die) as world:
+        status, text, _ = await world.complete()
+        assert status == 502
+        assert "http://b did not answer to the end: it closed the connection" in text
+        assert sum(len(engine.asked) for engine in world.engines.values()) == 3
+
+
+async def test_an_answer_that_is_no_stream_may_take_longer_than_a_first_byte(autojump_clock: MockClock) -> None:
+    limits = LIMITS.__class__(first_byte_s=7)
+    async with routed("a", limits=limits, prepare=lambda engine: setattr(engine, "seconds_per_token", 2.0)) as world:
+        assert (await world.ask("/v1/completions", {"model": MODEL, "prompt": "hello"}))[0] == 200
+
+
+async def test_an_engine_that_says_that_it_is_ill_is_down(autojump_clock: MockClock) -> None:
+    async with routed("a", "b") as world:
+        world.engines["http://a"].health = 503
+        await trio.sleep(5)
+        assert [member.is_up for member in world.router.fleet] == [False, True]
+        assert "answers 503" in next(iter(world.router.fleet)).problem
+
+
+async def test_an_engine_that_wants_a_key_says_so(autojump_clock: MockClock) -> None:
+    async with routed("a", prepare=lambda engine: setattr(engine, "key", b"Bearer key")) as world:
+        status, text, _ = await world.complete()
+        assert (status, "--engine-key-file" in text) == (503, True)
+
+
+async def test_a_full_router_still_says_that_it_is_well(autojump_clock: MockClock) -> None:
+    async with routed("a", most_connections=2) as world:
+        idle = [await world.connected() for _ in range(2)]
+        await wait_all_tasks_blocked()
+        assert (await world.complete())[0] == 503
+        assert (await world.ask("/health"))[0] == 200
+        for stream in idle:
+            await stream.aclose()
+        await wait_all_tasks_blocked()
+        assert (await world.complete())[0] == 200
+
+
+async def test_errors_are_no_measure_of_an_engines_speed(autojump_clock: MockClock) -> None:
+    async with routed("a", prepare=lambda engine: setattr(engine, "seconds_per_token", 0.01)) as world:
+        for letter in "abcdefgh":
+            await world.complete(letter * 400)
+        before = int((await world.complete("y" * 400))[2]["x-infinistore-predicted-ms"])
+        engine = world.engines["http://a"]
+        engine.status, engine.seconds_per_token = 400, 0.0
+        for letter in "ijklmnopq":
+            await world.complete(letter * 400)
+        assert int((await world.complete("z" * 400))[2]["x-infinistore-predicted-ms"]) >= before
+
+
 async def test_an_error_of_an_engine_is_passed_on_and_no_failure(autojump_clock: MockClock) -> None:
     async with routed("a") as world:
         world.engines["http://a"].status = 400
@@ -99,7 +154,7 @@ async def test_an_answer_that_has_begun_is_broken_off_where_the_engine_is_killed
     async with routed("a", "b", prepare=kill_later) as world:
         async with world.asking("/v1/completions", {"model": MODEL, "prompt": "x", "stream": True}) as answer:
             assert [await answer.piece(), await answer.piece()] == [b"one ", b"two "]
-            with pytest.raises(EngineFailed, match="stopped in its answer"):
+            with pytest.raises(EngineFailed, match="did not answer to the end"):
                 await answer.piece()
         assert sum(len(engine.asked) for engine in world.engines.values()) == 1
 
