@@ -56,7 +56,7 @@ async def test_a_request_that_no_engine_answers_does_not_go_to_all(autojump_cloc
     async with routed(*"abcde", prepare=die) as world:
         status, text, _ = await world.complete()
         assert status == 502
-        assert "http://b did not answer to the end: it closed the connection" in text
+        assert "http://a did not answer to the end: it closed the connection" in text
         assert sum(len(engine.asked) for engine in world.engines.values()) == 3
 
 
