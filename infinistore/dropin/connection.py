@@ -16,6 +16,7 @@ import operator
 import threading
 import weakref
 from collections.abc import Iterable, Sequence
+from contextlib import suppress
 from numbers import Integral
 from typing import TYPE_CHECKING, Any, NamedTuple, Self
 
@@ -23,7 +24,14 @@ from infinistore.client import Registration
 from infinistore.client.extension import DeviceMemory, make_asyncio_store, make_blocking_store, make_options
 from infinistore.dropin.config import TYPE_RDMA, ClientConfig, Logger
 from infinistore.dropin.memory import Region, Regions, address_and_size, find_region, readable_memory
-from infinistore.errors import ConfigError, InfiniStoreException, InvalidRequest, KeyNotFound, StoreUnavailable
+from infinistore.errors import (
+    ConfigError,
+    InfiniStoreException,
+    InvalidRequest,
+    KeyNotFound,
+    PermissionDenied,
+    StoreUnavailable,
+)
 from infinistore.keys import check_keys
 from infinistore.sizes import in_units
 from infinistore.statistics import Stats
@@ -187,7 +195,9 @@ class InfinityConnection:
         stores = _Stores(self.config)
         try:
             stores.blocking.connect()
-            self._keep(stores, stores.blocking.stats())
+            self._keep(stores)
+            with suppress(PermissionDenied):
+                self._tell(stores.blocking.stats())
         except BaseException:
             stores.close()
             raise
@@ -198,7 +208,9 @@ class InfinityConnection:
         stores = _Stores(self.config)
         try:
             await stores.asynchronous.connect()
-            self._keep(stores, await stores.asynchronous.stats())
+            self._keep(stores)
+            with suppress(PermissionDenied):
+                self._tell(await stores.asynchronous.stats())
         except BaseException:
             stores.close()
             raise
@@ -386,7 +398,7 @@ class InfinityConnection:
         region = self._regions.at(base)
         return [(key, region.block(base + offset, length, clip=clip)) for key, offset in offsets]
 
-    def _keep(self, stores: _Stores, statistics: Stats) -> None:
+    def _keep(self, stores: _Stores) -> None:
         with self._lock:
             self._check_unconnected()
             for region in self._regions.all():
@@ -396,6 +408,11 @@ class InfinityConnection:
             # which closing may have to join.
             self._close_stores = weakref.finalize(self, stores.close)
             self.rdma_connected = self.config.connection_type == TYPE_RDMA
+
+    def _tell(self, statistics: Stats) -> None:
+        """Log what the connection goes over; a tenant without the role monitor does not
+        hear of it.
+        """
         path, reason, device = statistics.transport, statistics.transport_reason, self.config.dev_name
         if self.rdma_connected and device is not None and path == "tcp":  # slower than what was asked for by name
             _log.warning("connected to %s by TCP, without the RDMA device %s: %s", self.config.url, device, reason)

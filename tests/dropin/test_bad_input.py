@@ -29,6 +29,8 @@ from tests.dropin.conftest import (
 )
 from tests.ports import own_ports
 from tests.server.running import MIB
+from tests.server.tenants_files import TOKENS, text_of
+from tests.server.tenants_files import write as write_tenants
 
 
 @pytest.fixture(scope="module")
@@ -321,6 +323,20 @@ def test_a_token_comes_from_the_environment(tmp_path: Path, monkeypatch: pytest.
         monkeypatch.setenv("INFINISTORE_TOKEN", "secret")
         with connected(port) as connection:
             assert connection.check_exist("key") is False
+
+
+def test_a_tenant_with_the_usual_roles_may_do_all_that_engines_need(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Without `monitor`, it does not hear how it is connected."""
+    tenants = write_tenants(tmp_path, text_of(ann={"roles": "[read, write]"}))
+    monkeypatch.setenv("INFINISTORE_TOKEN", TOKENS["ann"])
+    with running_server(tenants=tenants) as server, connected(server.addresses.port) as connection:
+        memory = register(connection, bytearray(b"v" * 1000))
+        write(connection, [("key", 0)], len(memory), memory)
+        assert connection.check_exist("key") is True
+        with InfinityConnection(config_for(server.addresses.port)) as other:
+            asyncio.run(other.connect_async())
 
 
 def test_a_server_that_was_restarted_is_found_again_and_one_that_is_lost_is_one_error(

@@ -6,6 +6,7 @@ from pathlib import Path
 import pytest
 
 from infinistore import blocking
+from infinistore.errors import PermissionDenied
 from infinistore.integrations.internal.resets import BlocksLeft, delete_all
 from tests.cluster_client.clusters import Cluster
 from tests.integrations.disks import leave_on_disk, wait_until_in_memory
@@ -49,6 +50,16 @@ def test_a_store_that_does_not_answer_has_to_be_reset_again() -> None:
         pytest.raises(BlocksLeft, match=r"^blocks under a/, b/ may be left, .*\. Repeat the reset$"),
     ):
         delete_all(store, {"b/", "a/"})
+
+
+def test_who_may_not_know_whether_there_are_disks_is_told_what_is_missing(monkeypatch: pytest.MonkeyPatch) -> None:
+    def denied(*_: object) -> None:
+        raise PermissionDenied("Statistics needs the role monitor")
+
+    with blocking.open_store(pool_bytes=1 << 20, minimal_allocate_bytes=64) as store:
+        monkeypatch.setattr(store, "stats", denied)
+        with pytest.raises(BlocksLeft, match=r"Give its tenant the role monitor$"):
+            delete_all(store, ["vllm/one/"])
 
 
 @pytest.mark.parametrize("copies", [1, 2])

@@ -3,7 +3,7 @@
 from collections.abc import Iterable
 
 from infinistore.blocking import BlockingStore, delete_by_prefix
-from infinistore.errors import InfiniStoreException
+from infinistore.errors import InfiniStoreException, PermissionDenied
 
 
 class BlocksLeft(Exception):
@@ -22,6 +22,8 @@ def delete_all(store: BlockingStore, prefixes: Iterable[str]) -> int:
     try:
         outcomes = [delete_by_prefix(store, prefix) for prefix in prefixes]
         disk = store.stats().disk
+    except PermissionDenied:
+        raise _left(names, "it is not known whether the store has disks", "Give its tenant the role monitor") from None
     except InfiniStoreException as error:
         raise _left(names, str(error), "Repeat the reset") from None
     for _, lost in outcomes:

@@ -19,6 +19,7 @@ import attrs
 import pytest
 
 from infinistore import blocking
+from infinistore.errors import PermissionDenied
 from infinistore.integrations.internal.prefix_keys import PrefixChain
 from infinistore.integrations.vllm.announcements import READER, URLS_PREFIX, AnnouncedBlocks, AnnouncedEngine
 from tests.bad_days.servers import ServerProcess, running_server_process
@@ -86,6 +87,20 @@ def test_a_stored_prompt_is_loaded_while_others_are_computed(opened: Open) -> No
     engine.settle()
     assert engine.ask(known) == answers(known)
     assert engine.external()[1] == 2 * BLOCK + 2 * BLOCK  # vLLM has it itself now
+
+
+def test_a_tenant_that_may_not_see_statistics_has_its_blocks_all_the_same(
+    opened: Open, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def denied(*_: object, **__: object) -> None:
+        raise PermissionDenied("Statistics needs the role monitor")
+
+    monkeypatch.setattr(blocking.BlockingStore, "stats", denied)
+    known = prompt(31, 40)
+    stored_by(opened, known)
+    engine = opened()
+    assert engine.ask(known) == answers(known)
+    assert engine.external()[1] == 2 * BLOCK
 
 
 def test_of_a_prompt_that_is_stored_as_a_whole_the_last_token_is_computed(opened: Open) -> None:
