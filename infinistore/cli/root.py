@@ -38,6 +38,7 @@ COMMANDS: Final = {
     "tenant": ("Server", "infinistore.cli.tenant:command"),
     "cluster": ("Server", "infinistore.cli.cluster:command"),
     "route": ("Server", "infinistore.cli.route:command"),
+    "simulate": ("Server", "infinistore.cli.simulate:command"),
     "put": ("Keys", "infinistore.cli.store_commands:put"),
     "get": ("Keys", "infinistore.cli.store_commands:get"),
     "exists": ("Keys", "infinistore.cli.store_commands:exists"),

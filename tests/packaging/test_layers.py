@@ -90,6 +90,7 @@ MAY_IMPORT: dict[str, set[str]] = {
             "demo",
             "monitor",
             "routing",
+            "scheduling",
             "doctor",
             "allocators",
             "eviction",
