@@ -1,4 +1,4 @@
-"""Asks the management API of a server, on behalf of a command."""
+"""Asks the management API of a server, or a router, on behalf of a command."""
 
 import http.client
 import json
@@ -13,9 +13,19 @@ _MOST_BYTES: Final = 64 * 1024 * 1024
 _REFUSALS: Final = {401: AuthenticationFailed, 403: PermissionDenied}
 
 
-def ask_server(url: str, path: str, *, token: str | None = None, ca: Path | None = None, within_s: float = 10.0) -> Any:
-    """Return what `GET path` answers. `url` is where the management API is; over HTTPS,
-    `ca` is a file with the authorities to trust instead of the system's. Blocking.
+def ask_server(
+    url: str,
+    path: str,
+    *,
+    token: str | None = None,
+    ca: Path | None = None,
+    within_s: float = 10.0,
+    whom: str = "the management API",
+    setting: str = "--manage-url",
+) -> Any:
+    """Return what `GET path` answers. `url` is where it is asked; over HTTPS, `ca` is a
+    file with the authorities to trust instead of the system's. Errors say `whom` it is
+    asked, and which `setting` has the URL. Blocking.
 
     Raises:
         ConfigError: the URL cannot be used, or the server has nothing there.
@@ -23,14 +33,14 @@ def ask_server(url: str, path: str, *, token: str | None = None, ca: Path | None
         PermissionDenied: the token is of somebody who may not ask this.
         StoreUnavailable: nobody answers, or not in this time, or no server of ours.
     """
-    connection = _connection_to(url, ca, within_s)
+    connection = _connection_to(url, ca, within_s, setting)
     try:
         connection.request("GET", path, headers={"Authorization": f"Bearer {token}"} if token else {})
         answer = connection.getresponse()
         said = json.loads(answer.read(_MOST_BYTES))
     except (OSError, http.client.HTTPException, ValueError) as error:
         said = "".join(one if one.isprintable() else "?" for one in str(error)[:200])  # whatever speaks there
-        raise StoreUnavailable(f"{url}: the management API does not answer: {said}") from None
+        raise StoreUnavailable(f"{url}: {whom} does not answer: {said}") from None
     finally:
         connection.close()
     if answer.status == 200:
@@ -39,14 +49,14 @@ def ask_server(url: str, path: str, *, token: str | None = None, ca: Path | None
     raise _REFUSALS.get(answer.status, StoreUnavailable if answer.status >= 500 else ConfigError)(problem)
 
 
-def _connection_to(url: str, ca: Path | None, within_s: float) -> http.client.HTTPConnection:
+def _connection_to(url: str, ca: Path | None, within_s: float, setting: str) -> http.client.HTTPConnection:
     try:
         parts = urlsplit(url)
         host, port = parts.hostname, parts.port
     except ValueError:
-        raise _unlike_a_url(url) from None
+        raise _unlike_a_url(url, setting) from None
     if not host or parts.scheme not in ("http", "https") or parts.path.strip("/") or parts.query:
-        raise _unlike_a_url(url)
+        raise _unlike_a_url(url, setting)
     if parts.scheme == "http":
         return http.client.HTTPConnection(host, port, timeout=within_s)
     try:
@@ -56,5 +66,5 @@ def _connection_to(url: str, ca: Path | None, within_s: float) -> http.client.HT
     return http.client.HTTPSConnection(host, port, timeout=within_s, context=context)
 
 
-def _unlike_a_url(url: str) -> ConfigError:
-    return ConfigError(f"--manage-url {url}: must look like http://127.0.0.1:18080")
+def _unlike_a_url(url: str, setting: str) -> ConfigError:
+    return ConfigError(f"{setting} {url}: must look like http://127.0.0.1:18080")

@@ -24,7 +24,7 @@ _DEADLINE_S: Final = 5.0  # less than for other commands, so that the screen sta
 _LINES_OF_A_PIPE: Final = 60
 
 
-@click.command("monitor", short_help="Show the activity of a server or a cluster live.")
+@click.command("monitor", short_help="Show the activity of a server, a cluster or a router live.")
 @click.argument("address", metavar="[URL]", required=False)
 @click.option("--cluster", metavar="URL", help="A cluster, with a row for each node. URL may name one just as well.")
 @click.option(
@@ -40,7 +40,7 @@ _LINES_OF_A_PIPE: Final = 60
 )  # fmt: skip
 @click.option(
     "--ca", metavar="FILE", type=click.Path(path_type=Path),
-    help="Authorities to trust instead of the system's, for --manage-url https://.",
+    help="Authorities to trust instead of the system's, for https:// URLs.",
 )  # fmt: skip
 @json_option
 @client_options
@@ -59,21 +59,27 @@ def command(
     """Show pool usage, throughput, latencies and clients of a server live.
 
     URL is the same as --url. That of a cluster shows a row for each node; Enter opens
-    the screen of the selected one. Press q to quit and ? for the other keys. --json
-    prints one object per sample, or a single one with --once. Without a terminal,
-    --once is the default.
+    the screen of the selected one. That of a router (http://127.0.0.1:8000) shows a row
+    for each engine, its queue, and first tokens as predicted and as they came. Press q
+    to quit and ? for the other keys. --json prints one object per sample, or a single
+    one with --once. Without a terminal, --once is the default.
     """
     from infinistore.cluster.locate import is_cluster_url
 
     if cluster is not None and address is not None:
         raise click.UsageError(f"--cluster {cluster} and {address} are two things to watch; give one")
-    source = _source(target, cluster or address)
-    of_cluster = cluster is not None or is_cluster_url(source.url)
-    if manage_url is not None:
-        if of_cluster:
-            raise click.UsageError("--manage-url is of one server; give the URL of that, not of a cluster")
-        source = attrs.evolve(source, tenants=_tenants_of(manage_url, ca, source))
-    watched = _Watched(source, interval, of_cluster=of_cluster)
+    if (address or target.url).startswith(("http://", "https://")):
+        if cluster is not None or manage_url is not None:
+            raise click.UsageError(f"{address or target.url} is a router; --cluster and --manage-url are of servers")
+        watched = _Watched.of_router(target, address or target.url, ca, interval)
+    else:
+        source = _source(target, cluster or address)
+        of_cluster = cluster is not None or is_cluster_url(source.url)
+        if manage_url is not None:
+            if of_cluster:
+                raise click.UsageError("--manage-url is of one server; give the URL of that, not of a cluster")
+            source = attrs.evolve(source, tenants=_tenants_of(manage_url, ca, source))
+        watched = _Watched.of_cluster(source, interval) if of_cluster else _Watched.of_server(source, interval)
     glyphs = _glyphs(only_ascii=only_ascii)
     if as_json and not once:
         watched.report()
@@ -91,27 +97,49 @@ def command(
 
 
 class _Watched:
-    """What is watched: a store, or a cluster."""
+    """What is watched: a store, a cluster or a router, by two modules of each."""
 
-    def __init__(self, source: "Source", interval_s: float, *, of_cluster: bool) -> None:
+    def __init__(self, app: Any, view: Any, given: tuple[Any, ...], interval_s: float, *, has_height: bool) -> None:
         import trio
 
         self._run = trio.run
-        self._app: Any
-        self._view: Any
-        if of_cluster:
-            from infinistore.cluster.locate import parse_cluster_url
-            from infinistore.monitor import cluster, cluster_view
-
-            self._app, self._view = cluster, cluster_view
-            self._given: tuple[Any, ...] = (source, parse_cluster_url(source.url), interval_s)
-        else:
-            from infinistore.monitor import app, view
-
-            self._app, self._view = app, view
-            self._given = (source, interval_s)
+        self._app = app
+        self._view = view
+        self._given = given
         self._interval_s = interval_s
-        self._of_cluster = of_cluster
+        self._has_height = has_height
+
+    @classmethod
+    def of_server(cls, source: "Source", interval_s: float) -> "_Watched":
+        from infinistore.monitor import app, view
+
+        return cls(app, view, (source, interval_s), interval_s, has_height=True)
+
+    @classmethod
+    def of_cluster(cls, source: "Source", interval_s: float) -> "_Watched":
+        from infinistore.cluster.locate import parse_cluster_url
+        from infinistore.monitor import cluster, cluster_view
+
+        given = (source, parse_cluster_url(source.url), interval_s)
+        return cls(cluster, cluster_view, given, interval_s, has_height=False)
+
+    @classmethod
+    def of_router(cls, target: Target, url: str, ca: Path | None, interval_s: float) -> "_Watched":
+        from infinistore.cli.managing import ask_server
+        from infinistore.monitor import router
+
+        ask = partial(
+            ask_server,
+            url,
+            router.STATUS_PATH,
+            token=read_given_token(target.token_file),
+            ca=ca,
+            within_s=target.deadline_s or _DEADLINE_S,
+            whom="the router",
+            setting="URL",
+        )
+        source = router.RouterSource(url, ask, target.wait_s)
+        return cls(router, router, (source, interval_s), interval_s, has_height=True)
 
     def show(self, output_fd: int, input_fd: int | None, glyphs: "Glyphs") -> int:
         run = partial(self._app.watch, output_fd=output_fd, input_fd=input_fd, glyphs=glyphs)
@@ -127,7 +155,7 @@ class _Watched:
 
     def lines(self, width: int, height: int, glyphs: "Glyphs") -> "list[Text]":
         snapshot = self._run(self._app.take_two, *self._given)
-        size = (width,) if self._of_cluster else (width, height)
+        size = (width, height) if self._has_height else (width,)
         lines: list[Text] = self._app.still(snapshot, self._interval_s, *size, glyphs)
         return lines
 

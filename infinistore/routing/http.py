@@ -393,5 +393,11 @@ async def _event(protocol: h11.Connection, stream: trio.abc.Stream, url: str) ->
 
 
 def _reason(error: BaseException) -> str:
-    # Trio's errors say why by their cause.
-    return getattr(error.__cause__ or error, "strerror", None) or str(error) or type(error).__name__
+    # Trio's errors say why by their cause, or by those of all addresses that were tried.
+    why = _system_error(*getattr(error.__cause__, "exceptions", ()), error.__cause__, error)
+    return why or str(error) or type(error).__name__
+
+
+def _system_error(*errors: BaseException | None) -> str:
+    """Return what the system says of the first of these that it says something of."""
+    return next(filter(None, (getattr(one, "strerror", None) for one in errors)), "")

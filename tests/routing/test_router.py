@@ -4,11 +4,13 @@ import json
 import logging
 from collections import Counter
 from collections.abc import Sequence
+from datetime import UTC, datetime
 
 import pytest
 import trio
 from trio.testing import MockClock, wait_all_tasks_blocked
 
+from infinistore.monitor.router import RouterModel
 from infinistore.routing import STATUS_PATH, Address, Role
 from infinistore.routing.http import Asked, EngineFailed, asking
 from infinistore.scheduling import Engine, Request
@@ -396,6 +398,19 @@ async def test_the_first_token_is_predicted_by_what_came_before(autojump_clock: 
         assert engine["first_token_s"] == pytest.approx(10, rel=0.05)
         metrics = (await world.ask("/metrics"))[1]
         assert 'infinistore_router_picks_total{engine="http://a",reason="round-robin"} 12.0' in metrics
+
+
+async def test_the_monitor_reads_what_a_router_says_of_its_engines(autojump_clock: MockClock) -> None:
+    async with routed("a", "b") as world:
+        world.engines["http://b"].is_down = True
+        model = RouterModel("http://router")
+        for number in range(2):
+            for _ in range(4):
+                await world.complete()
+            said = json.loads((await world.ask(STATUS_PATH))[1])
+            model.observe(said, now_s=float(number), at=datetime(2026, 1, 1, tzinfo=UTC))
+        rows = {one.url: (one.up, model.snapshot.rates[one.url] > 0) for one in model.snapshot.engines}
+        assert rows == {"http://a": (True, True), "http://b": (False, False)}
 
 
 async def test_the_next_turn_of_a_chat_tokenizes_its_end_only(autojump_clock: MockClock) -> None:
