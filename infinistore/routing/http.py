@@ -393,7 +393,7 @@ async def _event(protocol: h11.Connection, stream: trio.abc.Stream, url: str) ->
 
 
 def _reason(error: BaseException) -> str:
-    # Trio's errors say why by their cause, or by those of all addresses that were tried.
+    # Trio's errors say why by their cause, or those of all addresses that were tried.
     why = _system_error(*getattr(error.__cause__, "exceptions", ()), error.__cause__, error)
     return why or str(error) or type(error).__name__
 

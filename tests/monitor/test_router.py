@@ -55,7 +55,7 @@ def test_an_engine_has_a_row_with_its_queue_and_what_was_predicted() -> None:
     text = text_of(model_of([engine()], [engine(picks={"soonest": 16, "length": 4})]))
     row = next(line for line in text.splitlines() if line.startswith("http://a"))
     assert " ".join(row.split()) == "http://a up 3 1 1.25 s 0.00 s 50.0 % 0.80 s 0.75 s 20 0"
-    assert "soonest, 5.00 requests/s" in text
+    assert "soonest, 5.0 requests/s" in text
 
 
 def test_an_engine_that_is_down_is_told_with_the_reason() -> None:
