@@ -119,8 +119,10 @@ class ClientConnection:
             ClientGone: the connection is broken.
         """
         self.release()
+        if self.is_last:
+            return None
         if self._h11.our_state is h11.DONE:
-            if self.is_last or self._h11.their_state is not h11.DONE:
+            if self._h11.their_state is not h11.DONE:
                 return None
             self._h11.start_next_cycle()
         elif self._h11.our_state is not h11.IDLE:

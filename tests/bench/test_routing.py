@@ -13,8 +13,9 @@ import pytest
 
 from infinistore.errors import ConfigError
 from infinistore.scheduling import RoundRobin
+from infinistore.scheduling.simulation import Fleet, Outcome, Simulation, at_load
 from infinistore.traces import TracedRequest, read_trace
-from routing import Fleet, Outcome, Simulation, at_load, generate, main, policy_of
+from routing import generate, main, policy_of
 from tests.tables import for_each
 
 POLICIES = (
