@@ -188,6 +188,7 @@ async def with_slow_link(bench: Bench) -> Outcome:
             await bench.round("slow link, all is stored", server)
             loaded = await bench.round("slow link, before it is slow", server)
         async with bench.vllm(faster, alone, unbound=True) as server:
+            await bench.round("slow link, all is found", server)
             chosen = await bench.round("slow link, chosen before it is slow", server)
             allow(SLOW_BYTES_PER_S)
             store.program.tell(signal.SIGHUP)
@@ -390,7 +391,7 @@ WAYS: dict[str, tuple[Callable[[Bench], Awaitable[Outcome]], float]] = {
     "windows": (with_windows, 4),
     "pair": (with_pair, 4),
     "routed": (with_routed, 2 + 2 * ROUTED_ROUNDS),
-    "slow-link": (with_slow_link, 15),
+    "slow-link": (with_slow_link, 16),
     "kill": (with_kill, 3),
     "overhead": (with_overhead, 2 + 2 * OVERHEAD_ROUNDS),
 }

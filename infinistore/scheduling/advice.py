@@ -91,7 +91,7 @@ class LoadAdvisor:
 
     A request gets the same advice as often as it is asked for, until `forget`. So that
     a link that has recovered is noticed, one request in 20 that should not load does,
-    and estimates that are older than a minute advise to load.
+    and so do all when the link was not measured for a minute.
     """
 
     def __init__(
@@ -114,7 +114,7 @@ class LoadAdvisor:
             ranks: the number of workers.
             least_step_tokens: steps with fewer prompt tokens are not measured; they
                 cost as much as their fixed part.
-            expires_s: how long a measurement counts.
+            expires_s: how long a measurement of a link counts.
             trial_every: of so many requests that should not load, one does.
             most_remembered: the number of requests whose advice is kept; beyond, the
                 oldest are forgotten.
@@ -262,8 +262,9 @@ class LoadAdvisor:
         return (self._disk if disk else self._memory)[rank]
 
     def _prefill_is_known(self) -> bool:
-        measured_at = self._prefill.measured_at
-        return measured_at is not None and self._clock() - measured_at <= self._expires_s
+        # It does not expire as a link does: an engine that only loads computes nothing
+        # by which it could be measured again.
+        return self._prefill.measured_at is not None
 
     def _load_s(self, in_memory: int, on_disk: int, now: float, *, queued: bool = True) -> float | None:
         """Return when the slowest rank has read so many tokens; None if not known."""

@@ -130,11 +130,15 @@ def test_an_old_measurement_advises_to_load() -> None:
     assert bench.ask().reason is Reason.UNMEASURED
 
 
-def test_an_old_measurement_of_prefill_advises_to_load() -> None:
-    bench = Bench(100)
-    bench.clock.now += 11.0
+def test_an_engine_that_has_only_loaded_for_long_still_knows_how_fast_it_computes() -> None:
+    """A link that becomes slow then would never be noticed: nothing is computed."""
+    bench = Bench(100_000)
+    for _ in range(100):
+        bench.clock.now += 11.0
+        bench.loads(100_000)
+        assert bench.ask().reason is Reason.CHEAPER
     bench.loads(100)
-    assert bench.ask().reason is Reason.UNMEASURED
+    assert bench.ask().reason is Reason.DEARER
 
 
 def test_a_link_that_is_loading_is_not_taken_for_one_that_nobody_has_measured() -> None:
