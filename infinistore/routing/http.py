@@ -7,6 +7,7 @@ Heads and bodies are bounded, and so is every wait.
 
 import functools
 import json
+import math
 import ssl
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import asynccontextmanager
@@ -199,12 +200,22 @@ class ClientConnection:
         closing = [(b"connection", b"close")] if self.is_last else []
         return h11.Response(status_code=status, headers=[*headers, *closing])
 
-    async def pass_on(self, data: bytes) -> None:
-        """Send a piece of an answer's body."""
-        await self._send(h11.Data(data=data))
-
-    async def end(self) -> None:
-        """Send the end of an answer."""
+    async def pass_on(self, piece: bytes, more: Callable[[], Awaitable[bytes]]) -> None:
+        """Send an answer's body as its pieces come, `piece` first, and then its end,
+        which is an empty one.
+        """
+        # One scope for all pieces: to enter one takes as long as to send a piece.
+        with trio.CancelScope() as taking:
+            while piece:
+                taking.deadline = trio.current_time() + self._limits.send_s
+                try:
+                    await self._stream.send_all(self._h11.send(h11.Data(data=piece)) or b"")
+                except (*BROKEN, h11.LocalProtocolError):
+                    raise ClientGone from None
+                taking.deadline = math.inf
+                piece = await more()
+        if taking.cancelled_caught:
+            raise ClientGone
         await self._send(h11.EndOfMessage())
 
     async def answer(self, status: int, body: bytes, kind: str = "application/json") -> None:

@@ -373,9 +373,7 @@ class Router:
                 await client.begin(answer.status, [*answer.headers, *about])
                 with trio.move_on_after(limits.answer_s) as scope:
                     try:
-                        while piece:
-                            await client.pass_on(piece)
-                            piece = await answer.piece()
+                        await client.pass_on(piece, answer.piece)
                     except EngineFailed as error:  # too late for another one
                         member.failed_requests += 1
                         self._watcher.note_failure(member, error)
@@ -383,7 +381,6 @@ class Router:
                 if scope.cancelled_caught:
                     _log.warning("an answer took too long, and was ended", extra={"engine": member.address.url})
                     raise ClientGone
-                await client.end()
 
     async def _prefill(
         self, asked: Asked, body: Mapping[str, Any], request: Request, members: Sequence[Member]

@@ -106,15 +106,21 @@ class FakeEngine:
 
     async def _stream(self, client: ClientConnection) -> None:
         headers = [(b"content-type", b"text/event-stream"), (b"x-engine", self.url.encode())]
-        for number, piece in enumerate([*self.pieces, ""]):
-            if number == self.stops_after:
+        pieces = iter([*self.pieces, ""])
+        sent = 0
+
+        async def more() -> bytes:
+            nonlocal sent
+            if sent == self.stops_after:
                 raise ClientGone
-            if not number:
-                await client.begin(self.status, headers)
-            if piece:
-                await client.pass_on(piece.encode())
-            await trio.sleep(0.01)  # real time: tests of these are in virtual time
-        await client.end()
+            if sent:
+                await trio.sleep(0.01)  # real time: tests of these are in virtual time
+            sent += 1
+            return next(pieces).encode()
+
+        first = await more()
+        await client.begin(self.status, headers)
+        await client.pass_on(first, more)
 
 
 class Listener(trio.abc.Listener[trio.abc.Stream]):

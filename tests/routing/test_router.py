@@ -8,7 +8,7 @@ from datetime import UTC, datetime
 
 import pytest
 import trio
-from trio.testing import MockClock, wait_all_tasks_blocked
+from trio.testing import MockClock, lockstep_stream_pair, wait_all_tasks_blocked
 
 from infinistore.monitor.router import RouterModel
 from infinistore.routing import STATUS_PATH, Address, Role
@@ -195,6 +195,20 @@ async def test_a_client_that_leaves_ends_its_request_at_the_engine(autojump_cloc
         assert (len(engine.asked), engine.cancelled) == (1, 1)
         (member,) = world.router.fleet
         assert (member.under_way, member.engine.requests) == (0, 0)
+
+
+async def test_a_client_that_takes_nothing_of_its_answer_is_given_up(autojump_clock: MockClock) -> None:
+    async with routed("a", limits=LIMITS.__class__(send_s=20)) as world:
+        ours, theirs = lockstep_stream_pair()
+        world.nursery.start_soon(world.router.serve_client, theirs)
+        body = json.dumps({"model": MODEL, "prompt": "hello", "stream": True})
+        await ours.send_all(
+            f"POST /v1/completions HTTP/1.1\r\nhost: x\r\ncontent-length: {len(body)}\r\n\r\n{body}".encode()
+        )
+        assert b"200" in bytes(await ours.receive_some())  # the head, and then no more
+        for seconds, requests in ((19, 1), (2, 0)):
+            await trio.sleep(seconds)
+            assert world.router.status()["engines"][0]["requests"] == requests
 
 
 async def test_three_hundred_streams_run_at_once(autojump_clock: MockClock) -> None:
