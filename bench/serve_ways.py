@@ -27,7 +27,7 @@ OVERHEAD_AT_LEAST = 2
 PAIR_TOKENS = 8
 CONVERSATIONS, TURNS, TURN_TOKENS = 12, 10, 4
 ROUTED_ROUNDS = 3
-SLOW_BYTES_PER_S, SLOW_ROUNDS = 2_000_000, 3
+SLOW_BYTES_PER_S, SLOW_ROUNDS, SLOW_LOAD = 2_000_000, 3, 0.3
 
 
 class Row(NamedTuple):
@@ -168,6 +168,7 @@ async def with_pair(bench: Bench) -> Outcome:
 async def with_slow_link(bench: Bench) -> Outcome:
     """All is stored, and then the store gives little a second: vLLM that always loads,
     that chooses, and without a store; and how long after that until it loads again.
+    Prompts come one by one, so that an engine without a store has little to do.
     """
     token, tenants = bench.folder / "token", bench.folder / "tenants.json"
     token.write_text("engines." + "s" * 43)
@@ -185,27 +186,29 @@ async def with_slow_link(bench: Bench) -> Outcome:
         settings = connector(url)
         faster = {**settings, "kv_connector_extra_config": {"url": url, "load": "faster"}}
         async with bench.vllm(settings, alone, unbound=True) as server:
+            alone_s, _ = await bench.streamed(server, bench.prompt("alone"), 1, "alone")
+            rate = SLOW_LOAD / alone_s
             await bench.round("slow link, all is stored", server)
-            loaded = await bench.round("slow link, before it is slow", server)
+            loaded = await bench.round("slow link, before it is slow", server, prompts_a_s=rate)
         async with bench.vllm(faster, alone, unbound=True) as server:
             await bench.round("slow link, all is found", server)
-            chosen = await bench.round("slow link, chosen before it is slow", server)
+            chosen = await bench.round("slow link, chosen before it is slow", server, prompts_a_s=rate)
             allow(SLOW_BYTES_PER_S)
             store.program.tell(signal.SIGHUP)
-            await bench.round("slow link, learning", server)
-            rounds = [await bench.round("slow link, chosen", server) for _ in range(SLOW_ROUNDS)]
+            await bench.round("slow link, learning", server, prompts_a_s=rate)
+            rounds = [await bench.round("slow link, chosen", server, prompts_a_s=rate) for _ in range(SLOW_ROUNDS)]
             allow(1 << 40)
             store.program.tell(signal.SIGHUP)
             began, back = trio.current_time(), 0
             while not back and trio.current_time() - began < 180:
-                back = (await bench.round("slow link, fast again", server)).hits > 0.5
+                back = (await bench.round("slow link, fast again", server, prompts_a_s=rate)).hits > 0.5
             back_s = trio.current_time() - began
         async with bench.vllm(None, alone, unbound=True) as server:
-            computed = [await bench.round("slow link, computed", server) for _ in range(SLOW_ROUNDS)]
+            computed = [await bench.round("slow link, computed", server, prompts_a_s=rate) for _ in range(SLOW_ROUNDS)]
         allow(SLOW_BYTES_PER_S)
         store.program.tell(signal.SIGHUP)
         async with bench.vllm(settings, alone, unbound=True) as server:
-            always = await bench.round("slow link, always loaded", server)
+            always = await bench.round("slow link, always loaded", server, prompts_a_s=rate)
     mean, floor = (statistics.median(one.ttft_mean_s for one in found) for found in (rounds, computed))
     rows = [Row("slow link", "computed", computed[0], True)]
     shown = {"loaded, fast": loaded, "chosen, fast": chosen, "chosen, slow": rounds[-1], "loaded, slow": always}

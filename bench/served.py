@@ -224,9 +224,18 @@ class Bench:
         return sum(int(float(number)) for number in found)
 
     async def round(
-        self, what: str, server: Vllm, *, reader: Vllm | None = None, answer_tokens: int = 1, seed: int = SEED
+        self,
+        what: str,
+        server: Vllm,
+        *,
+        reader: Vllm | None = None,
+        answer_tokens: int = 1,
+        seed: int = SEED,
+        prompts_a_s: float = math.inf,
     ) -> Round:
-        """Ask all prompts at once by `vllm bench serve`; hits are those of `reader`."""
+        """Ask all prompts by `vllm bench serve`, at once or at a rate; hits are those
+        of `reader`.
+        """
         self.tell(what)
         reader = reader or server
         before, shown = await self.hit_tokens(reader), 0.0
@@ -243,7 +252,8 @@ class Bench:
         lengths = ["--random-input-len", str(self.tokens), "--random-output-len", str(answer_tokens)]
         asked = ["--dataset-name", "random", "--num-prompts", str(self.prompts), "--seed", str(seed), *lengths]
         model = ["--model", MODEL, "--tokenizer", str(self.model), "--backend", "openai", "--base-url", server.url]
-        more = ["--ignore-eos", "--temperature", "0", "--ready-check-timeout-sec", "0"]
+        rate = [] if math.isinf(prompts_a_s) else ["--request-rate", f"{prompts_a_s:.3f}"]
+        more = [*rate, "--ignore-eos", "--temperature", "0", "--ready-check-timeout-sec", "0"]
         saved = ["--save-result", "--save-detailed", "--result-dir", str(self.folder), "--result-filename", result.name]
         command = [str(_HERE / "vllm_command.py"), "bench", "serve", *model, *asked, *more, *saved]
         async with self._running("vllm bench serve", command, environment=_ENVIRONMENT, see=see) as asking:
