@@ -14,9 +14,8 @@ import trio
 from infinistore.client import AsyncStore
 from infinistore.errors import ConfigError, InfiniStoreException
 from infinistore.integrations.vllm.announcements import (
-    ENGINES_PREFIX,
+    ANNOUNCED_PREFIX,
     READER,
-    URLS_PREFIX,
     AnnouncedBlocks,
     AnnouncedEngine,
 )
@@ -28,7 +27,8 @@ _PROBE_S: Final = 1.0
 _LIMITS: Final = HttpLimits(connect_s=2.0, first_byte_s=5.0, answer_s=5.0)
 _MODELS_EACH: Final = 10
 """Every so many probes, an engine is asked what it serves."""
-_ANNOUNCEMENTS_S: Final = 10.0
+_ANNOUNCEMENTS_S: Final = 30.0
+"""A listing takes a store with many keys a while."""
 _MOST_ANNOUNCED: Final = 1000
 _MOST_SAID_BYTES: Final = 16 * 1024 * 1024
 """What an engine may say to the router itself."""
@@ -189,15 +189,19 @@ class Watcher:
         if self._store is None:
             return
         try:
-            engines = await self._read_all(self._store, URLS_PREFIX)
-            kinds = await self._read_all(self._store, ENGINES_PREFIX)
+            keys = await self._store.keys(ANNOUNCED_PREFIX, _MOST_ANNOUNCED)
+            values = await self._store.get_many(keys)
         except InfiniStoreException as error:
             self._tell(f"the store does not say which engines there are: {error}")
             return
-        found = [AnnouncedEngine.read(key, value) for key, value in engines.items()]
-        self._announced = [one for one in found if one is not None]
-        read = {key: AnnouncedBlocks.read(value) for key, value in kinds.items()}
-        self._kinds = {key.removesuffix(READER): one for key, one in read.items() if one is not None}
+        self._announced, self._kinds = [], {}
+        for key, value in zip(keys, values, strict=True):
+            if value is None:
+                continue
+            if (engine := AnnouncedEngine.read(key, bytes(value))) is not None:
+                self._announced.append(engine)
+            elif (blocks := AnnouncedBlocks.read(bytes(value))) is not None:
+                self._kinds[key.removesuffix(READER)] = blocks
         if self._uses_announced:
             # One whose announcement was evicted stays while it answers.
             up = {member.address.url for member in self.fleet if member.is_up}
@@ -206,11 +210,6 @@ class Watcher:
                 **{url: known for url, known in self._from_store.items() if url in up},
                 **{address.url: (address, "both") for address in addresses},
             }
-
-    async def _read_all(self, store: AsyncStore, prefix: str) -> dict[str, bytes]:
-        keys = await store.keys(prefix, _MOST_ANNOUNCED)
-        values = await store.get_many(keys)
-        return {key: bytes(value) for key, value in zip(keys, values, strict=True) if value is not None}
 
     def _learn(self) -> None:
         if self._store is not None:

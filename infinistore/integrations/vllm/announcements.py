@@ -32,9 +32,11 @@ from infinistore.keys import check_keys
 
 LOG = logging.getLogger("vllm.infinistore")
 
+ANNOUNCED_PREFIX: Final = "vllm-engines"
+"""Both kinds of keys begin with it: a listing looks at every key of the store."""
 ENGINES_PREFIX: Final = "vllm-engines/"
 """Keys of what engines say of their blocks begin with it."""
-URLS_PREFIX: Final = "vllm-urls/"
+URLS_PREFIX: Final = "vllm-engines-at/"
 """Keys of what engines say of themselves begin with it; their URL follows."""
 READER: Final = "/reader"
 """The end of the key of an engine that writes no blocks."""

@@ -252,7 +252,7 @@ def test_one_whose_blocks_a_router_cannot_ask_for_says_only_where_it_is(store: b
     Announcement(store, BLOCKS.names, make_record(), writes=True, engine=ENGINE).announce()
 
     assert AnnouncedBlocks.read(bytes(store.get(ENGINE.announcement))) is None
-    assert store.keys(URLS_PREFIX) == ["vllm-urls/http://10.0.0.1:8000"]
+    assert store.keys(URLS_PREFIX) == [f"{URLS_PREFIX}http://10.0.0.1:8000"]
 
 
 def test_where_an_engine_is_lasts_as_long_as_the_rest(
