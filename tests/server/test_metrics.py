@@ -192,7 +192,7 @@ def test_the_kind_of_a_metric_follows_from_its_name_as_the_documentation_says() 
 def test_every_warning_of_the_log_is_explained() -> None:
     # The server's log. What clients, the drop-in API and the integrations log explains
     # itself, in the engine's log.
-    page = (PROJECT / "docs" / "operations.md").read_text()
+    page = "".join((PROJECT / "docs" / name).read_text() for name in ("operations.md", "fleet.md"))  # a router's, too
     logged = re.compile(r'_log\.(?:warning|error|exception)\(\s*"([^"]+)"|log\(\s*logging\.WARNING,\s*"([^"]+)"')
     folders = [
         path for path in (PROJECT / "infinistore").iterdir() if path.name not in ("client", "dropin", "integrations")
