@@ -76,6 +76,9 @@ LEFT_OUT: Final[dict[str, dict[str, str]]] = {
         "lmcache server": _LMCACHE,
         "vllm serve": _LMCACHE,
     },
+    "docs/monitor.md": {
+        "infinistore monitor http://": _FLEET,
+    },
     "docs/rdma.md": {
         "docker run": "it needs an RDMA card, and Docker",
         "infinistore doctor --rdma-loopback": _CARD,
