@@ -68,18 +68,16 @@ def command(
 
     if cluster is not None and address is not None:
         raise click.UsageError(f"--cluster {cluster} and {address} are two things to watch; give one")
-    if (address or target.url).startswith(("http://", "https://")):
-        if cluster is not None or manage_url is not None:
-            raise click.UsageError(f"{address or target.url} is a router; --cluster and --manage-url are of servers")
-        watched = _Watched.of_router(target, address or target.url, ca, interval)
-    else:
-        source = _source(target, cluster or address)
-        of_cluster = cluster is not None or is_cluster_url(source.url)
-        if manage_url is not None:
-            if of_cluster:
-                raise click.UsageError("--manage-url is of one server; give the URL of that, not of a cluster")
-            source = attrs.evolve(source, tenants=_tenants_of(manage_url, ca, source))
-        watched = _Watched.of_cluster(source, interval) if of_cluster else _Watched.of_server(source, interval)
+    source = _source(target, cluster or address)
+    of_cluster = cluster is not None or is_cluster_url(source.url)
+    if source.url.lower().startswith(("http://", "https://")):
+        source = attrs.evolve(source, engines=_engines_of(ca, source))
+    if manage_url is not None:
+        if of_cluster or source.engines is not None:
+            of = "cluster" if of_cluster else "router"
+            raise click.UsageError(f"--manage-url is of one server; give the URL of that, not of a {of}")
+        source = attrs.evolve(source, tenants=_tenants_of(manage_url, ca, source))
+    watched = _Watched(source, interval, of_cluster=of_cluster)
     glyphs = _glyphs(only_ascii=only_ascii)
     if as_json and not once:
         watched.report()
@@ -97,49 +95,27 @@ def command(
 
 
 class _Watched:
-    """What is watched: a store, a cluster or a router, by two modules of each."""
+    """What is watched: a store, a cluster, or a router."""
 
-    def __init__(self, app: Any, view: Any, given: tuple[Any, ...], interval_s: float, *, has_height: bool) -> None:
+    def __init__(self, source: "Source", interval_s: float, *, of_cluster: bool) -> None:
         import trio
 
         self._run = trio.run
-        self._app = app
-        self._view = view
-        self._given = given
+        self._app: Any
+        self._view: Any
+        if of_cluster:
+            from infinistore.cluster.locate import parse_cluster_url
+            from infinistore.monitor import cluster, cluster_view
+
+            self._app, self._view = cluster, cluster_view
+            self._given: tuple[Any, ...] = (source, parse_cluster_url(source.url), interval_s)
+        else:
+            from infinistore.monitor import app, router, view
+
+            self._app, self._view = app, view if source.engines is None else router
+            self._given = (source, interval_s)
         self._interval_s = interval_s
-        self._has_height = has_height
-
-    @classmethod
-    def of_server(cls, source: "Source", interval_s: float) -> "_Watched":
-        from infinistore.monitor import app, view
-
-        return cls(app, view, (source, interval_s), interval_s, has_height=True)
-
-    @classmethod
-    def of_cluster(cls, source: "Source", interval_s: float) -> "_Watched":
-        from infinistore.cluster.locate import parse_cluster_url
-        from infinistore.monitor import cluster, cluster_view
-
-        given = (source, parse_cluster_url(source.url), interval_s)
-        return cls(cluster, cluster_view, given, interval_s, has_height=False)
-
-    @classmethod
-    def of_router(cls, target: Target, url: str, ca: Path | None, interval_s: float) -> "_Watched":
-        from infinistore.cli.managing import ask_server
-        from infinistore.monitor import router
-
-        ask = partial(
-            ask_server,
-            url,
-            router.STATUS_PATH,
-            token=read_given_token(target.token_file),
-            ca=ca,
-            within_s=target.deadline_s or _DEADLINE_S,
-            whom="the router",
-            setting="URL",
-        )
-        source = router.RouterSource(url, ask, target.wait_s)
-        return cls(router, router, (source, interval_s), interval_s, has_height=True)
+        self._of_cluster = of_cluster
 
     def show(self, output_fd: int, input_fd: int | None, glyphs: "Glyphs") -> int:
         run = partial(self._app.watch, output_fd=output_fd, input_fd=input_fd, glyphs=glyphs)
@@ -155,7 +131,7 @@ class _Watched:
 
     def lines(self, width: int, height: int, glyphs: "Glyphs") -> "list[Text]":
         snapshot = self._run(self._app.take_two, *self._given)
-        size = (width, height) if self._has_height else (width,)
+        size = (width,) if self._of_cluster else (width, height)
         lines: list[Text] = self._app.still(snapshot, self._interval_s, *size, glyphs)
         return lines
 
@@ -201,6 +177,14 @@ def _tenants_of(url: str, ca: Path | None, source: "Source") -> Callable[[], Any
 
     within_s = source.deadline_s or _DEADLINE_S
     return partial(ask_server, url, "/tenants", token=source.token, ca=ca, within_s=within_s)
+
+
+def _engines_of(ca: Path | None, source: "Source") -> Callable[[], Any]:
+    from infinistore.cli.managing import ROUTER, ask_server
+    from infinistore.monitor.router import STATUS_PATH
+
+    within_s = source.deadline_s or _DEADLINE_S
+    return partial(ask_server, source.url, STATUS_PATH, token=source.token, ca=ca, within_s=within_s, service=ROUTER)
 
 
 def _is_live_terminal() -> bool:

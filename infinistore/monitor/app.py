@@ -1,13 +1,16 @@
-"""The monitor of one store: samples it periodically, records the results and failures
-in a model, and shows its screen.
+"""The monitor of one store, or of one router: samples it periodically, records the
+results and failures in a model, and shows its screen.
 
 Each failure is followed by a new connection, so that a server that is back is found
 with the next sample, and not after the longer pauses of the client.
 """
 
-from collections.abc import Callable, Sequence
+import math
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from contextlib import asynccontextmanager
 from datetime import datetime
-from typing import Any, Final, NoReturn
+from functools import partial
+from typing import Any, Final, NoReturn, TypeAlias
 
 import attrs
 import trio
@@ -16,6 +19,7 @@ from rich.text import Text
 from infinistore.client import open_store
 from infinistore.errors import DeadlineExceeded, InfiniStoreException, StoreUnavailable
 from infinistore.host import NO_THREAD
+from infinistore.monitor import router
 from infinistore.monitor.controls import Controls
 from infinistore.monitor.lines import Glyphs
 from infinistore.monitor.model import Model, Snapshot
@@ -24,11 +28,13 @@ from infinistore.monitor.terminal import LiveScreen, Terminal
 from infinistore.monitor.view import screen
 
 _WAIT_STEP_S = 0.1
+AnyModel: TypeAlias = Model | router.RouterModel
+AnySnapshot: TypeAlias = Snapshot | router.RouterSnapshot
 
 
 @attrs.frozen
 class Source:
-    """The server to watch. `wait_s` is how long to wait for its start."""
+    """What to watch. `wait_s` is how long to wait for its start."""
 
     url: str
     token: str | None = attrs.field(default=None, repr=False)
@@ -37,11 +43,37 @@ class Source:
     name: str = "monitor"
     tenants: Callable[[], Any] | None = attrs.field(default=None, repr=False)
     """Asks the management API for the tenants, blocking; None without them."""
+    engines: Callable[[], Any] | None = attrs.field(default=None, repr=False)
+    """Asks a router for its engines, blocking; None: this is a store."""
 
     def options(self) -> dict[str, Any]:
         """The options for `open_store`; others may be in the URL."""
         given = {"token": self.token, "deadline_s": self.deadline_s, "name": self.name}
         return {name: value for name, value in given.items() if value is not None}
+
+    def model(self) -> AnyModel:
+        """Return a model of it, without samples. It does not know the options in the
+        URL, which may be confidential.
+        """
+        return (Model if self.engines is None else router.RouterModel)(self.url.partition("?")[0])
+
+    @asynccontextmanager
+    async def opened(self) -> AsyncIterator[Callable[[bool], Awaitable[Any]]]:
+        """Within the block, the function asks for a sample, with details or without."""
+        if self.engines is not None:
+            yield partial(self._ask_router, self.engines)
+            return
+        async with open_store(self.url, **self.options()) as store:
+            yield lambda details: store.stats(details=details)
+
+    async def _ask_router(self, ask: Callable[[], Any], details: bool) -> Any:
+        # A socket's timeout is for each step, and there is none for names.
+        with trio.move_on_after(math.inf if self.deadline_s is None else self.deadline_s):
+            try:
+                return await trio.to_thread.run_sync(ask, abandon_on_cancel=True)
+            except NO_THREAD as error:
+                raise StoreUnavailable(str(error) or type(error).__name__) from None
+        raise StoreUnavailable(f"{self.url}: the router has not answered within {self.deadline_s:g} s")
 
 
 class Pace:
@@ -80,7 +112,7 @@ class Pace:
 async def sample(
     source: Source,
     pace: Pace,
-    model: Model,
+    model: AnyModel,
     on_change: Callable[[], None],
     *,
     with_details: Callable[[], bool] = lambda: True,
@@ -99,14 +131,14 @@ async def sample(
     give_up_s = trio.current_time() + source.wait_s
     while True:
         try:
-            async with open_store(source.url, **source.options()) as store:
+            async with source.opened() as ask:
                 while True:
-                    stats = await store.stats(details=with_details())
+                    answer = await ask(with_details())
                     first = model.answered_s is None
-                    if source.tenants is not None:
+                    if source.tenants is not None and isinstance(model, Model):
                         model.tenants = model.tenants or TenantsModel()
                         await _ask_for_tenants(source.tenants, model.tenants, may_fail=not first)
-                    model.observe(stats, now_s=trio.current_time(), at=now())
+                    model.observe(answer, now_s=trio.current_time(), at=now())
                     if first:
                         task_status.started()
                     on_change()
@@ -148,8 +180,8 @@ async def watch(source: Source, interval_s: float, *, output_fd: int, input_fd: 
     Raises:
         InfiniStoreException: the server was never reached. The terminal is unchanged.
     """
-    model, pace = Model(_shown_url(source.url)), Pace(interval_s)
-    scene = _StoreScene(model, pace, Controls(interval_s=interval_s, has_keyboard=input_fd is not None), glyphs)
+    model, pace = source.model(), Pace(interval_s)
+    scene = _Scene(model, pace, Controls(interval_s=interval_s, has_keyboard=input_fd is not None), glyphs)
     live = LiveScreen(scene)
     async with trio.open_nursery() as sampling:
         await sampling.start(sample, source, pace, model, scene.sampled(live.changed))
@@ -159,14 +191,14 @@ async def watch(source: Source, interval_s: float, *, output_fd: int, input_fd: 
     return live.exit_code
 
 
-async def take_two(source: Source, interval_s: float) -> Snapshot:
+async def take_two(source: Source, interval_s: float) -> AnySnapshot:
     """Take two samples. Returns their snapshot.
 
     Raises:
         InfiniStoreException: the server was not reached.
         StoreUnavailable: the server was lost between the samples.
     """
-    model, pace = Model(_shown_url(source.url)), Pace(interval_s)
+    model, pace = source.model(), Pace(interval_s)
     taken = trio.Event()
 
     async with trio.open_nursery() as nursery:
@@ -179,16 +211,18 @@ async def take_two(source: Source, interval_s: float) -> Snapshot:
     return snapshot
 
 
-async def report(source: Source, interval_s: float, write: Callable[[Snapshot], None]) -> None:
+async def report(source: Source, interval_s: float, write: Callable[[Any], None]) -> None:
     """Call `write` after each sample and each failure. Never returns."""
-    model, pace = Model(_shown_url(source.url)), Pace(interval_s)
+    model, pace = source.model(), Pace(interval_s)
     await sample(source, pace, model, lambda: write(model.snapshot()))
 
 
-def still(snapshot: Snapshot, interval_s: float, width: int, height: int, glyphs: Glyphs) -> list[Text]:
+def still(snapshot: AnySnapshot, interval_s: float, width: int, height: int, glyphs: Glyphs) -> list[Text]:
     """Return the screen for printing, without the line of keys and blank lines."""
-    lines = screen(snapshot, Controls(interval_s=interval_s), width, height + _FIGURES_ONLY, glyphs)[:-_FIGURES_ONLY]
-    if snapshot.tenants is not None:
+    if not isinstance(snapshot, Snapshot):
+        height = max(height, len(snapshot.engines) + router.LINES_AROUND)
+    lines = _screen(snapshot, Controls(interval_s=interval_s), width, height + _FIGURES_ONLY, glyphs)[:-_FIGURES_ONLY]
+    if isinstance(snapshot, Snapshot) and snapshot.tenants is not None:
         lines += [
             Text(end=""),
             *tenant_lines(snapshot.tenants, Controls(), width, len(snapshot.tenants.rows) + 2, glyphs),
@@ -202,20 +236,21 @@ def without_gaps(lines: Sequence[Text]) -> list[Text]:
     return kept if not kept or kept[-1].plain else kept[:-1]
 
 
-def _shown_url(url: str) -> str:
-    """The URL without its options, which may be confidential."""
-    return url.partition("?")[0]
+def _screen(snapshot: AnySnapshot, controls: Controls, width: int, height: int, glyphs: Glyphs) -> list[Text]:
+    if isinstance(snapshot, Snapshot):
+        return screen(snapshot, controls, width, height, glyphs)
+    return router.screen(snapshot, controls, width, height, glyphs)
 
 
-class _StoreScene:
-    """The screen of one store, which may be paused."""
+class _Scene:
+    """The screen of one store, or one router, which may be paused."""
 
-    def __init__(self, model: Model, pace: Pace, controls: Controls, glyphs: Glyphs) -> None:
+    def __init__(self, model: AnyModel, pace: Pace, controls: Controls, glyphs: Glyphs) -> None:
         self._model = model
         self._pace = pace
         self._controls = controls
         self._glyphs = glyphs
-        self._frozen: Snapshot | None = None
+        self._frozen: AnySnapshot | None = None
 
     @property
     def ended(self) -> bool:
@@ -226,7 +261,7 @@ class _StoreScene:
         return lambda: None if self._controls.paused else changed()
 
     def lines(self, width: int, height: int) -> list[Text]:
-        return screen(self._frozen or self._model.snapshot(), self._controls, width, height, self._glyphs)
+        return _screen(self._frozen or self._model.snapshot(), self._controls, width, height, self._glyphs)
 
     def press(self, key: str) -> bool:
         before, self._controls = self._controls, self._controls.press(key)

@@ -1,38 +1,34 @@
-"""The monitor of a router (`infinistore route`): a row for each engine, from what the
-router says of them; and the same as plain values for `--json`.
+"""A router (`infinistore route`), by what it says of its engines: a model of its
+samples, its screen, and the same as plain values for `--json`. Pure: answers and a size
+in, lines out.
+
+Anything may answer at a URL. What is no list of engines is an error; a figure that is
+missing, or is none, is unknown, and texts are cut.
 """
 
-import math
-from collections.abc import Callable, Mapping, Sequence
+from collections import Counter
+from collections.abc import Mapping, Sequence
 from datetime import datetime
-from functools import partial
 from typing import Any, Final
 
 import attrs
-import trio
-from cattrs import Converter
-from cattrs.errors import BaseValidationError
 from rich.text import Text
 
-from infinistore.errors import InfiniStoreException, StoreUnavailable
-from infinistore.host import NO_THREAD
+from infinistore.errors import StoreUnavailable
 from infinistore.monitor import figures
-from infinistore.monitor.app import Pace, now, without_gaps
 from infinistore.monitor.controls import Controls
-from infinistore.monitor.lines import UNICODE, Column, Glyphs, Part, line, padded, table
-from infinistore.monitor.model import Alarm
-from infinistore.monitor.terminal import LiveScreen, Terminal
-from infinistore.monitor.view import alarm_lines, first_line, keys_line
+from infinistore.monitor.lines import UNICODE, Column, Glyphs, Part, join, line, padded, table
+from infinistore.monitor.model import Alarm, Lost
+from infinistore.monitor.view import alarm_lines, first_line, keys_line, lost_alarm, lost_part
 
 STATUS_PATH: Final = "/infinistore/engines"
 """Where a router says what its engines do."""
-_TINY: Final = (12, 4)
-_ALARMS: Final = 3
-_WAIT_STEP_S: Final = 0.1
-_EMPTY: Final = Text(end="")
+_LONGEST_TEXT: Final = 300
+_LARGEST: Final = 1e15
 
 HELP: Final = (
     ("q, Ctrl-C", "quit"),
+    ("r", "reverse the order of the engines"),
     ("/", "show only engines with a text in their URL or role"),
     ("p, space", "pause the screen; samples are still taken"),
     ("+ -", "sample less often, more often"),
@@ -40,138 +36,152 @@ HELP: Final = (
 )
 
 
-@attrs.frozen
-class RouterSource:
-    """The router to watch. `ask` returns its status, blocking; `wait_s` is how long to
-    wait for its start.
-    """
-
-    url: str
-    ask: Callable[[], Any] = attrs.field(repr=False)
-    wait_s: float = 0.0
-
-
-@attrs.frozen
+@attrs.frozen(kw_only=True)
 class EngineRow:
-    """What a router says of one engine."""
+    """What a router says of one engine. None is unknown."""
 
     url: str
     role: str
     up: bool
     problem: str
-    requests: int
+    requests: float | None
     """How many it answers."""
-    waiting: int
+    waiting: float | None
     """How many of these have no first token yet."""
-    queue_s: float
-    link_queue_s: float
-    busy_ratio: float
+    queue_s: float | None
+    link_queue_s: float | None
+    busy_ratio: float | None
     first_token_s: float | None
     """The median of the last streams."""
     predicted_first_token_s: float | None
     """The median of what was predicted of these."""
-    picks: Mapping[str, int]
+    picks: Mapping[str, float]
     """How many requests it was sent, by the reason."""
-    failed: int
-
-    @property
-    def picked(self) -> int:
-        """How many requests it was sent."""
-        return sum(self.picks.values())
-
-
-@attrs.frozen
-class _Status:
-    policy: str
-    engines: Sequence[EngineRow]
+    failed: float | None
+    requests_per_s: float | None
+    """That it was sent."""
 
 
 @attrs.frozen
 class RouterSnapshot:
-    """The contents of a screen. `rates` are requests per second, by engine."""
+    """The contents of a screen. A router that does not answer keeps its figures."""
 
     url: str
     at: datetime | None = None
     policy: str = ""
     engines: Sequence[EngineRow] = ()
-    rates: Mapping[str, float] = attrs.field(factory=dict)
-    lost: str = ""
-    """Why there is nothing newer; empty if there is."""
+    lost: Lost | None = None
 
 
 class RouterModel:
-    """The last two answers of a router."""
+    """The state of one router: `observe` and `lose` update it, `snapshot` reads it."""
 
     def __init__(self, url: str) -> None:
-        self.snapshot = RouterSnapshot(url)
-        self.answers = 0
-        self._at_s = 0.0
+        self._snapshot = RouterSnapshot(url)
+        self._answers = 0
+        self.answered_s: float | None = None
+        """When the last sample was taken."""
+
+    @property
+    def has_two(self) -> bool:
+        """Whether two samples were taken, or none can be."""
+        return self._answers > 1 or self._snapshot.lost is not None
 
     def observe(self, said: Any, *, now_s: float, at: datetime) -> None:
-        """Take an answer.
+        """Record an answer. `now_s` is monotonic; `at` is the same moment as a date.
 
         Raises:
-            StoreUnavailable: it is none of a router.
+            StoreUnavailable: it is none of a router. Nothing has changed.
         """
-        try:
-            status = _CONVERTER.structure(said, _Status)
-        except (BaseValidationError, TypeError, ValueError, ArithmeticError):
-            raise StoreUnavailable(f"{self.snapshot.url}: this is no router of this release") from None
-        before = {one.url: one.picked for one in self.snapshot.engines}
-        passed_s = now_s - self._at_s
-        rates = {
-            one.url: max(0, one.picked - before[one.url]) / passed_s
-            for one in status.engines
-            if one.url in before and passed_s > 0
-        }
-        self._at_s, self.answers = now_s, self.answers + 1
-        self.snapshot = RouterSnapshot(self.snapshot.url, at, status.policy, status.engines, rates)
+        url, engines = self._snapshot.url, said.get("engines") if isinstance(said, dict) else None
+        if not isinstance(engines, list) or not all(isinstance(one, dict) for one in engines):
+            raise StoreUnavailable(f"{url}: this is no router; give the URL that `infinistore route` printed")
+        before = {one.url: one.picks for one in self._snapshot.engines}
+        passed_s = 0.0 if self.answered_s is None else now_s - self.answered_s
+        rows = tuple(_row(one, before, passed_s) for one in engines)
+        self._snapshot = RouterSnapshot(url, at, _text(said.get("policy")), rows)
+        self._answers += 1
+        self.answered_s = now_s
 
-    def lose(self, reason: str) -> None:
-        """Note that the router did not answer."""
-        self.snapshot = attrs.evolve(self.snapshot, lost=reason)
+    def lose(self, reason: str, *, now_s: float, at: datetime) -> None:
+        """Record that the router did not answer, and why."""
+        lost = self._snapshot.lost
+        since, attempts = (at, 1) if lost is None else (lost.since, lost.attempts + 1)
+        rows = tuple(attrs.evolve(one, requests_per_s=None) for one in self._snapshot.engines)
+        self._snapshot = attrs.evolve(self._snapshot, engines=rows, lost=Lost(since, reason, attempts))
 
-
-def _number(value: Any, _: Any) -> float:
-    number = float(value)
-    if not math.isfinite(number):
-        raise ValueError(f"{number} is no measure of anything")
-    return number
+    def snapshot(self) -> RouterSnapshot:
+        """Return the current snapshot."""
+        return self._snapshot
 
 
-_CONVERTER: Final = Converter()
-_CONVERTER.register_structure_hook(float, _number)
-
-
-def alarms(snapshot: RouterSnapshot) -> list[Alarm]:
-    """What is wrong: the router first, then its engines."""
-    found = []
-    if snapshot.lost:
-        since = f" (figures are of {snapshot.at:%H:%M:%S})" if snapshot.at is not None else ""
-        found.append(Alarm("lost", "error", f"{snapshot.lost}{since}"))
-    if snapshot.at is not None and not snapshot.engines:
-        found.append(Alarm("empty", "warning", "the router has no engines"))
-    return found + [Alarm("down", "error", one.problem) for one in snapshot.engines if not one.up]
-
-
-_COLUMNS: Final = (
-    Column("engine", 0, lambda row: row.url, right=False, keeps_end=True, smallest=21),
-    Column("role", 7, lambda row: "" if row.role == "both" else row.role, right=False, rank=5),
-    Column("state", 5, lambda row: "up" if row.up else "down", right=False),
-    Column("open", 6, lambda row: figures.count(row.requests)),
-    Column("waiting", 7, lambda row: figures.count(row.waiting)),
-    Column("queue", 7, lambda row: _seconds(row.queue_s), rank=1),
-    Column("loads", 7, lambda row: _seconds(row.link_queue_s), rank=3),
-    Column("busy", 6, lambda row: figures.percent(row.busy_ratio), rank=2),
-    Column("ttft", 7, lambda row: _seconds(row.first_token_s), rank=1),
-    Column("predicted", 9, lambda row: _seconds(row.predicted_first_token_s), rank=4),
-    Column("sent", 7, lambda row: figures.count(row.picked), rank=6),
-    Column("failed", 6, lambda row: figures.count(row.failed), rank=3),
+_NUMBERS: Final = (
+    *("requests", "waiting", "queue_s", "link_queue_s", "busy_ratio", "first_token_s", "predicted_first_token_s"),
+    "failed",
 )
 
 
-def _seconds(seconds: float | None) -> str:
-    return figures.UNKNOWN if seconds is None else f"{seconds:.2f} s" if seconds < 100 else f"{seconds:.0f} s"
+def _row(said: Mapping[str, Any], before: Mapping[str, Mapping[str, float]], passed_s: float) -> EngineRow:
+    url, picks = _text(said.get("url")), said.get("picks")
+    counted = {_text(reason): _number(times) for reason, times in picks.items()} if isinstance(picks, dict) else {}
+    now = {reason: times for reason, times in counted.items() if times is not None}
+    then = before.get(url)
+    # Fewer than before are those of another run of the router.
+    per_s = None
+    if then is not None and passed_s > 0 and all(times <= now.get(reason, -1) for reason, times in then.items()):
+        per_s = (sum(now.values()) - sum(then.values())) / passed_s
+    return EngineRow(
+        url=url,
+        role=_text(said.get("role")),
+        up=said.get("up") is True,
+        problem=_text(said.get("problem")),
+        picks=now,
+        requests_per_s=per_s,
+        **{name: _number(said.get(name)) for name in _NUMBERS},
+    )
+
+
+def _number(said: object) -> float | None:
+    return said if isinstance(said, int | float) and not isinstance(said, bool) and 0 <= said < _LARGEST else None
+
+
+def _text(said: object) -> str:
+    return said[:_LONGEST_TEXT] if isinstance(said, str) else ""
+
+
+def alarms(snapshot: RouterSnapshot) -> list[Alarm]:
+    """What is wrong: the router, or its engines."""
+    if snapshot.lost is not None:
+        return [lost_alarm(snapshot.lost, snapshot.at)]
+    if not snapshot.engines:
+        return [Alarm("empty", "warning", "the router has no engines")]
+    return [
+        Alarm("down", "error", one.problem if one.url in one.problem else f"{one.url} is down: {one.problem}")
+        for one in snapshot.engines
+        if not one.up
+    ]
+
+
+_TINY: Final = (12, 4)
+_ROOMY: Final = 16
+LINES_AROUND: Final = 8
+"""How many lines a screen of any height has beside those of engines and keys."""
+_EMPTY: Final = Text(end="")
+_COLUMNS: Final = (
+    Column("engine", 0, lambda row: row.url, right=False, keeps_end=True, smallest=21),
+    Column("role", 7, lambda row: "" if row.role == "both" else row.role, right=False, rank=7),
+    Column("", 4, lambda row: "up" if row.up else "down", right=False),
+    Column("open", 5, lambda row: figures.count(row.requests)),
+    Column("waiting", 7, lambda row: figures.count(row.waiting)),
+    Column("queue", 7, lambda row: _seconds(row.queue_s)),
+    Column("loads", 7, lambda row: _seconds(row.link_queue_s), rank=5),
+    Column("busy", 6, lambda row: figures.percent(row.busy_ratio), rank=2),
+    Column("ttft", 7, lambda row: _seconds(row.first_token_s), rank=1),
+    Column("predicted", 9, lambda row: _seconds(row.predicted_first_token_s), rank=6),
+    Column("req/s", 6, lambda row: figures.rate(row.requests_per_s), rank=3),
+    Column("failed", 6, lambda row: figures.count(row.failed), rank=4),
+    Column("sent, by reason", 16, lambda row: _reasons(row.picks), right=False, rank=8),
+)
 
 
 def screen(
@@ -179,140 +189,66 @@ def screen(
 ) -> list[Text]:
     """Return the screen as exactly `height` lines, none wider than `width` cells."""
     if width < _TINY[0] or height < _TINY[1]:
-        return padded([line([("too small", "yellow")], width, glyphs)], height)
-    if controls.help:
-        title: list[Part] = [("infinistore monitor", "bold"), (" of a router", "")]
-        lines = [line([(f"{key:<11}", "bold"), (meaning, "")], width, glyphs) for key, meaning in HELP]
-        return padded([line(title, width, glyphs), _EMPTY, *lines], height)
-    rows = [one for one in snapshot.engines if controls.shows(one.url) or controls.shows(one.role)]
-    rate = sum(snapshot.rates.values()) if snapshot.rates else None
-    said: list[Part] = [("engines   ", "cyan"), (str(len(snapshot.engines)), "bold")]
-    said.append((f"  {snapshot.policy}, {figures.rate(rate)} requests/s", ""))
+        lines = [line([("too small", "yellow")], width, glyphs)]
+    elif controls.help:
+        lines = [line([("infinistore monitor", "bold"), (" of a router", "")], width, glyphs), _EMPTY]
+        lines += [line([(f"{key:<11}", "bold"), (meaning, "")], width, glyphs) for key, meaning in HELP]
+    else:
+        lines = _overview(snapshot, controls, width, height, glyphs)
+    return padded(lines, height)
+
+
+def _overview(snapshot: RouterSnapshot, controls: Controls, width: int, height: int, glyphs: Glyphs) -> list[Text]:
+    state: list[Part] = [] if snapshot.lost is None else [("  ", ""), lost_part(snapshot.lost)]
+    left: list[Part] = [("infinistore ", "bold"), (snapshot.url, "cyan"), *state]
     top = [
-        first_line([("infinistore route ", "bold"), (snapshot.url, "cyan")], snapshot.at, controls, width, glyphs),
-        line(said, width, glyphs),
-        *alarm_lines(alarms(snapshot), "nothing to report", width, min(_ALARMS, height - 3), glyphs),
+        first_line(left, snapshot.at, controls, width, glyphs),
+        line(_engines(snapshot), width, glyphs),
+        *alarm_lines(alarms(snapshot), "nothing to report", width, 3 if height >= _ROOMY else 1, glyphs),
     ]
-    styles = ["" if one.up else "red" for one in rows]
-    body = table(_COLUMNS, rows, width, max(0, height - len(top) - 1), glyphs, styles=styles)
-    return [*padded(top + body, height - 1)[: height - 1], keys_line(controls, [], width, glyphs)]
+    if height >= _ROOMY:
+        picks: Counter[str] = Counter()
+        for one in snapshot.engines:
+            picks.update(one.picks)
+        top += [line([("sent      ", "cyan"), (_reasons(picks) or "nothing yet", "")], width, glyphs), _EMPTY]
+    rows = [one for one in snapshot.engines if controls.shows(one.url) or controls.shows(one.role)]
+    rows = sorted(reversed(rows) if controls.reversed else rows, key=lambda one: one.up)
+    seen = rows[: max(0, height - len(top) - 2)]  # the heading, the keys
+    body = table(_COLUMNS, seen, width, len(seen) + 1, glyphs, styles=["" if one.up else "red" for one in seen])
+    where = f"  {len(seen)} of {len(rows)}" if len(seen) < len(rows) else ""
+    footer = keys_line(controls, [("r", "reverse")], width - len(where), glyphs)
+    return [*padded(top + body, height - 1), join(footer, Text(where, "yellow"), width - len(where))]
+
+
+def _engines(snapshot: RouterSnapshot) -> list[Part]:
+    number, down = len(snapshot.engines), sum(not one.up for one in snapshot.engines)
+    rates = [one.requests_per_s for one in snapshot.engines if one.requests_per_s is not None]
+    parts: list[Part] = [("engines   ", "cyan"), (str(number), "bold")]
+    if down:
+        parts.append((f", {down} down" if down < number else ", none is up", "bold red"))
+    return [*parts, (f"  {snapshot.policy}, {figures.rate(sum(rates) if rates else None)} requests/s", "")]
+
+
+def _seconds(seconds: float | None) -> str:
+    return figures.UNKNOWN if seconds is None else f"{seconds:.2f} s" if seconds < 100 else f"{seconds:.0f} s"
+
+
+def _reasons(picks: Mapping[str, float]) -> str:
+    """How often each reason was the reason, the most frequent first."""
+    several = sorted(picks.items(), key=lambda one: -one[1])
+    return ", ".join(f"{reason} {figures.count(times)}" for reason, times in several)
 
 
 def document(snapshot: RouterSnapshot) -> dict[str, Any]:
     """Return a snapshot as a JSON object."""
+    at, lost = snapshot.at, snapshot.lost
     return {
-        "at": None if snapshot.at is None else snapshot.at.isoformat(timespec="milliseconds"),
+        "at": None if at is None else at.isoformat(timespec="milliseconds"),
         "url": snapshot.url,
+        "state": "routing" if lost is None else "lost",
+        "lost_since": None if lost is None else lost.since.isoformat(timespec="milliseconds"),
+        "lost_reason": None if lost is None else lost.reason,
         "policy": snapshot.policy,
         "warnings": [attrs.asdict(alarm) for alarm in alarms(snapshot)],
-        "engines": [attrs.asdict(one) | {"requests_per_s": snapshot.rates.get(one.url)} for one in snapshot.engines],
+        "engines": [attrs.asdict(one) for one in snapshot.engines],
     }
-
-
-async def _sample(
-    source: RouterSource,
-    pace: Pace,
-    model: RouterModel,
-    on_change: Callable[[], None],
-    *,
-    task_status: trio.TaskStatus[None] = trio.TASK_STATUS_IGNORED,
-) -> None:
-    """Sample for ever. The task has started with the first answer.
-
-    Raises:
-        InfiniStoreException: there was never one.
-    """
-    give_up_s = trio.current_time() + source.wait_s
-    while True:
-        try:
-            said = await trio.to_thread.run_sync(source.ask, abandon_on_cancel=True)
-            model.observe(said, now_s=trio.current_time(), at=now())
-        except (InfiniStoreException, *NO_THREAD) as error:
-            if not model.answers:
-                if not isinstance(error, StoreUnavailable) or trio.current_time() >= give_up_s:
-                    raise
-                await trio.sleep(min(_WAIT_STEP_S, pace.interval_s))
-                continue
-            model.lose(str(error) or type(error).__name__)
-        if model.answers == 1:
-            task_status.started()
-        on_change()
-        await pace.next()
-
-
-async def watch(
-    source: RouterSource, interval_s: float, *, output_fd: int, input_fd: int | None, glyphs: Glyphs
-) -> int:
-    """Show the live screen. Returns the exit code: 0, or 128 plus a signal's number.
-
-    Raises:
-        InfiniStoreException: the router was never reached. The terminal is unchanged.
-    """
-    model, pace = RouterModel(source.url), Pace(interval_s)
-    scene = _RouterScene(model, pace, Controls(interval_s=interval_s, has_keyboard=input_fd is not None), glyphs)
-    live = LiveScreen(scene)
-    async with trio.open_nursery() as sampling:
-        await sampling.start(_sample, source, pace, model, partial(scene.sampled, live.changed))
-        with Terminal(output_fd, input_fd) as terminal:
-            await live.run(terminal, input_fd)
-        sampling.cancel_scope.cancel()
-    return live.exit_code
-
-
-async def take_two(source: RouterSource, interval_s: float) -> RouterSnapshot:
-    """Take two samples. Returns the second.
-
-    Raises:
-        InfiniStoreException: the router was not reached, or not twice.
-    """
-    model, pace, taken = RouterModel(source.url), Pace(interval_s), trio.Event()
-    async with trio.open_nursery() as nursery:
-        await nursery.start(
-            _sample, source, pace, model, lambda: taken.set() if model.answers > 1 or model.snapshot.lost else None
-        )
-        await taken.wait()
-        nursery.cancel_scope.cancel()
-    if model.snapshot.lost:
-        raise StoreUnavailable(model.snapshot.lost)
-    return model.snapshot
-
-
-async def report(source: RouterSource, interval_s: float, write: Callable[[RouterSnapshot], None]) -> None:
-    """Call `write` after each sample and each failure. Never returns."""
-    model = RouterModel(source.url)
-    await _sample(source, Pace(interval_s), model, lambda: write(model.snapshot))
-
-
-def still(snapshot: RouterSnapshot, interval_s: float, width: int, height: int, glyphs: Glyphs) -> list[Text]:
-    """Return the screen for printing: all engines, and no line of keys."""
-    lines = max(height, len(snapshot.engines) + _ALARMS + 4)
-    return without_gaps(screen(snapshot, Controls(interval_s=interval_s), width, lines, glyphs)[:-1])
-
-
-class _RouterScene:
-    """The screen of a router, which may be paused."""
-
-    def __init__(self, model: RouterModel, pace: Pace, controls: Controls, glyphs: Glyphs) -> None:
-        self._model = model
-        self._pace = pace
-        self._controls = controls
-        self._glyphs = glyphs
-        self._frozen: RouterSnapshot | None = None
-
-    @property
-    def ended(self) -> bool:
-        return self._controls.quit
-
-    def sampled(self, draw: Callable[[], None]) -> None:
-        if not self._controls.paused:
-            draw()
-
-    def lines(self, width: int, height: int) -> list[Text]:
-        return screen(self._frozen or self._model.snapshot, self._controls, width, height, self._glyphs)
-
-    def press(self, key: str) -> bool:
-        before, self._controls = self._controls, self._controls.press(key)
-        if self._controls.paused != before.paused:
-            self._frozen = self._model.snapshot if self._controls.paused else None
-        self._pace.interval_s = self._controls.interval_s
-        return self._controls != before

@@ -37,7 +37,7 @@ from infinistore.monitor.lines import (
     table,
     visible,
 )
-from infinistore.monitor.model import Alarm, KeptKeys, Snapshot
+from infinistore.monitor.model import Alarm, KeptKeys, Lost, Snapshot
 from infinistore.monitor.rates import ClientRow, OperationRow, Quantile
 from infinistore.monitor.tenants import Tenants, tenant_lines
 from infinistore.statistics import ArenaStatistics, DiskTierStatistics, PrefixStatistics, Stats
@@ -53,11 +53,16 @@ _KINDS: Final = ("put", "get", "match_prefix", "exists", "delete", "release_hold
 def state_part(snapshot: Snapshot) -> Part:
     """The state of the server in a word or two."""
     if snapshot.lost is not None:
-        return f"NO ANSWER since {snapshot.lost.since:%H:%M:%S}", "bold red"
+        return lost_part(snapshot.lost)
     if snapshot.stats is None:
         return "connecting", "dim"
     state = _state(snapshot.stats)
     return state, "green" if state == "serving" else "yellow"
+
+
+def lost_part(lost: Lost) -> Part:
+    """The state of who does not answer."""
+    return f"NO ANSWER since {lost.since:%H:%M:%S}", "bold red"
 
 
 def _state(stats: Stats) -> str:
@@ -86,14 +91,18 @@ def shown_alarms(snapshot: Snapshot) -> list[Alarm]:
     """All warnings, including the monitor's own about a lost or restarted server."""
     found: list[Alarm] = []
     if snapshot.lost is not None:
-        times = "once" if snapshot.lost.attempts == 1 else f"{figures.count(snapshot.lost.attempts)} times"
-        figures_of = f"; figures are of {snapshot.at:%H:%M:%S}" if snapshot.at is not None else ""
-        text = f"{snapshot.lost.reason} (tried {times}{figures_of})"
-        found.append(Alarm("lost", "error", text))
+        found.append(lost_alarm(snapshot.lost, snapshot.at))
     elif snapshot.restarted_at and snapshot.at and snapshot.at - snapshot.restarted_at < _RESTART_SHOWN:
         text = f"another process serves; seen at {snapshot.restarted_at:%H:%M:%S}{_cost(snapshot.kept)}"
         found.append(Alarm("restarted", "notice", text))
     return found + list(snapshot.alarms if snapshot.lost is None else ())
+
+
+def lost_alarm(lost: Lost, at: datetime | None) -> Alarm:
+    """The warning about who does not answer; `at` is when the figures were taken."""
+    times = "once" if lost.attempts == 1 else f"{figures.count(lost.attempts)} times"
+    figures_of = f"; figures are of {at:%H:%M:%S}" if at is not None else ""
+    return Alarm("lost", "error", f"{lost.reason} (tried {times}{figures_of})")
 
 
 def _cost(kept: KeptKeys | None) -> str:
@@ -108,20 +117,22 @@ def _cost(kept: KeptKeys | None) -> str:
 def status_lines(snapshot: Snapshot, width: int, height: int, glyphs: Glyphs) -> list[Text]:
     """Exactly `height` lines of warnings, the worst first."""
     found = shown_alarms(snapshot)
-    if snapshot.lost is not None and height > 1:  # the reason matters most: show it in full
-        said = visible(found[0].text, glyphs)
-        wrapped = textwrap.wrap(said, max(1, width - 2), max_lines=height, placeholder=glyphs.ellipsis)
-        made = [
-            line([("  " if index else "! ", "bold red"), (text, "bold red")], width, glyphs)
-            for index, text in enumerate(wrapped)
-        ]
-        return padded(made, height)
     calm = "nothing to report" if snapshot.stats is not None else "waiting for the first answer"
     return alarm_lines(found, calm, width, height, glyphs)
 
 
 def alarm_lines(found: Sequence[Alarm], calm: str, width: int, height: int, glyphs: Glyphs) -> list[Text]:
-    """Exactly `height` lines of warnings, one each; `calm` is said if there is none."""
+    """Exactly `height` lines of warnings, one each; `calm` is said if there is none.
+    Where nobody answers, the reason matters most, and is shown in full.
+    """
+    if found and found[0].kind == "lost" and height > 1:
+        said = visible(found[0].text, glyphs)
+        wrapped = textwrap.wrap(said, max(1, width - 2), max_lines=height, placeholder=glyphs.ellipsis)
+        reason = [
+            line([("  " if index else "! ", "bold red"), (text, "bold red")], width, glyphs)
+            for index, text in enumerate(wrapped)
+        ]
+        return padded(reason, height)
     made = [line([("! ", _STYLES[one.severity]), (one.text, _STYLES[one.severity])], width, glyphs) for one in found]
     if not found:
         made = [line([(calm, "dim")], width, glyphs)]

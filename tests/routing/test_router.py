@@ -423,8 +423,8 @@ async def test_the_monitor_reads_what_a_router_says_of_its_engines(autojump_cloc
                 await world.complete()
             said = json.loads((await world.ask(STATUS_PATH))[1])
             model.observe(said, now_s=float(number), at=datetime(2026, 1, 1, tzinfo=UTC))
-        rows = {one.url: (one.up, model.snapshot.rates[one.url] > 0) for one in model.snapshot.engines}
-        assert rows == {"http://a": (True, True), "http://b": (False, False)}
+        rows = {one.url: (one.up, one.requests_per_s) for one in model.snapshot().engines}
+        assert rows == {"http://a": (True, 4.0), "http://b": (False, 0.0)}
 
 
 async def test_the_next_turn_of_a_chat_tokenizes_its_end_only(autojump_clock: MockClock) -> None:
