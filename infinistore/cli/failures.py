@@ -10,7 +10,8 @@ import logging
 import os
 import sys
 import traceback
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Final, TextIO
 
 import attrs
@@ -142,6 +143,18 @@ def _report(error: BaseException, session: Session) -> int:
 def abandon_output(stream: TextIO | None = None) -> None:
     """Discard buffered output, or Python would complain about it at exit."""
     os.dup2(os.open(os.devnull, os.O_WRONLY), (stream or sys.stdout).fileno())
+
+
+@contextmanager
+def announcing() -> Iterator[None]:
+    """Print the line that scripts wait for within the block; it is flushed. A server
+    serves even if standard output is closed, or full.
+    """
+    try:
+        yield
+        sys.stdout.flush()
+    except OSError:
+        abandon_output()
 
 
 def _explain(error: BaseException) -> tuple[int, str]:

@@ -1,7 +1,6 @@
 """`infinistore route`: run a router before several engines until it is stopped."""
 
 import signal
-import sys
 from collections.abc import Callable
 from contextlib import AsyncExitStack
 from pathlib import Path
@@ -9,7 +8,7 @@ from typing import TYPE_CHECKING, Any, Final
 
 import rich_click as click
 
-from infinistore.cli.failures import abandon_output, innermost, session_of
+from infinistore.cli.failures import announcing, innermost, session_of
 from infinistore.cli.log_format import set_up_logging
 from infinistore.cli.options import SIZE
 from infinistore.cli.output import note, print_line
@@ -210,7 +209,7 @@ async def _run(
 ) -> None:
     import trio
 
-    from infinistore.addresses import is_loopback
+    from infinistore.addresses import is_loopback, with_port
     from infinistore.client import open_store
     from infinistore.routing import Router, listen
 
@@ -242,10 +241,11 @@ async def _run(
                 nursery.cancel_scope.cancel()
                 return
             up = sum(member.is_up for member in router.fleet)
-            _announce(
-                f"routing on {scheme}://{_bracketed(host)}:{port} to {len(router.fleet)}"
-                f" engine{'' if len(router.fleet) == 1 else 's'}, {up} up ({options.policy})"
-            )
+            with announcing():
+                print_line(
+                    f"routing on {scheme}://{with_port(host, port)} to {len(router.fleet)}"
+                    f" engine{'' if len(router.fleet) == 1 else 's'}, {up} up ({options.policy})"
+                )
             await router.serve(listeners, stop)
             nursery.cancel_scope.cancel()
 
@@ -264,16 +264,3 @@ async def _stop_at_signal(
         end()
         await anext(signals)
         end_now()
-
-
-def _announce(line: str) -> None:
-    """Print and flush the line that scripts wait for. It serves even if that fails."""
-    try:
-        print_line(line)
-        sys.stdout.flush()
-    except OSError:
-        abandon_output()
-
-
-def _bracketed(host: str) -> str:
-    return f"[{host}]" if ":" in host else host

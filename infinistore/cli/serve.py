@@ -19,7 +19,8 @@ from typing import TYPE_CHECKING, Any, Final
 
 import rich_click as click
 
-from infinistore.cli.failures import INTERRUPTED, abandon_output, innermost, session_of
+from infinistore.addresses import with_port
+from infinistore.cli.failures import INTERRUPTED, announcing, innermost, session_of
 from infinistore.cli.log_format import set_up_logging
 from infinistore.cli.options import json_option, server_options
 from infinistore.cli.output import note, print_json, print_line
@@ -199,7 +200,8 @@ async def _serve(config: "ServerConfig", as_json: bool, manager: "ServiceManager
             _note_interrupts(interrupts)  # first: from now on, the server takes the signals
             taking.cancel()
             calm_the_garbage_collector()
-            _announce(config, addresses, as_json=as_json)
+            with announcing():
+                _announce(config, addresses, as_json=as_json)
             manager.ready()
 
     async with trio.open_nursery() as watching:
@@ -238,17 +240,6 @@ def _note_interrupts(interrupts: list[int]) -> None:
 
 
 def _announce(config: "ServerConfig", addresses: Any, *, as_json: bool) -> None:
-    """Print and flush the line that announces the server; scripts wait for it. It
-    serves even if standard output is closed, or full.
-    """
-    try:
-        _print_announcement(config, addresses, as_json=as_json)
-        sys.stdout.flush()
-    except OSError:
-        abandon_output()
-
-
-def _print_announcement(config: "ServerConfig", addresses: Any, *, as_json: bool) -> None:
     urls = _urls("tcp" if config.tls_cert is None else "infinistores", addresses.tcp)
     pool_bytes = addresses.pool_bytes or config.prealloc_bytes
     if addresses.unix_socket is not None:
@@ -274,7 +265,7 @@ def _print_announcement(config: "ServerConfig", addresses: Any, *, as_json: bool
 
 
 def _urls(scheme: str, addresses: Iterable[tuple[str, int]]) -> list[str]:
-    return [f"{scheme}://[{host}]:{port}" if ":" in host else f"{scheme}://{host}:{port}" for host, port in addresses]
+    return [f"{scheme}://{with_port(host, port)}" for host, port in addresses]
 
 
 _END_S: Final = 3.0
