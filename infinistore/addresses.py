@@ -68,6 +68,10 @@ def host_and_port(written: str, default_port: int) -> tuple[str, int]:
     return host, default_port if port is None else port
 
 
+ROUTER_STATUS_PATH: Final = "/infinistore/engines"
+"""Where a router says what its engines do, for the monitor."""
+
+
 def with_port(host: str, port: int) -> str:
     """Write HOST:PORT, an IPv6 address in brackets."""
     return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"

@@ -180,11 +180,12 @@ def _tenants_of(url: str, ca: Path | None, source: "Source") -> Callable[[], Any
 
 
 def _engines_of(ca: Path | None, source: "Source") -> Callable[[], Any]:
+    from infinistore.addresses import ROUTER_STATUS_PATH
     from infinistore.cli.managing import ROUTER, ask_server
-    from infinistore.monitor.router import STATUS_PATH
 
     within_s = source.deadline_s or _DEADLINE_S
-    return partial(ask_server, source.url, STATUS_PATH, token=source.token, ca=ca, within_s=within_s, service=ROUTER)
+    ask = partial(ask_server, source.url, ROUTER_STATUS_PATH, service=ROUTER)
+    return partial(ask, token=source.token, ca=ca, within_s=within_s)
 
 
 def _is_live_terminal() -> bool:

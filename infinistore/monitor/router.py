@@ -21,8 +21,6 @@ from infinistore.monitor.lines import UNICODE, Column, Glyphs, Part, join, line,
 from infinistore.monitor.model import Alarm, Lost
 from infinistore.monitor.view import alarm_lines, first_line, keys_line, lost_alarm, lost_part
 
-STATUS_PATH: Final = "/infinistore/engines"
-"""Where a router says what its engines do."""
 _LONGEST_TEXT: Final = 300
 _LARGEST: Final = 1e15
 

@@ -7,6 +7,6 @@ the request and its answer on. docs/fleet.md is the page for operators.
 
 from infinistore.routing.fleet import Role
 from infinistore.routing.http import Address, HttpLimits, listen
-from infinistore.routing.router import STATUS_PATH, Router, RouterOptions
+from infinistore.routing.router import Router, RouterOptions
 
-__all__ = ["STATUS_PATH", "Address", "HttpLimits", "Role", "Router", "RouterOptions", "listen"]
+__all__ = ["Address", "HttpLimits", "Role", "Router", "RouterOptions", "listen"]

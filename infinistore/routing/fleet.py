@@ -9,6 +9,7 @@ from statistics import median
 from typing import Any, Final, Literal, TypeAlias
 
 from infinistore.integrations.vllm.announcements import AnnouncedBlocks, AnnouncedEngine
+from infinistore.integrations.vllm.blocks import BlockNames
 from infinistore.routing.http import Address
 from infinistore.scheduling import Engine
 
@@ -16,11 +17,10 @@ Role: TypeAlias = Literal["both", "prefill", "decode"]
 """What an engine does: everything, prompts alone, or answers."""
 FAILURES: Final = 3
 """After so many in a row, an engine counts as down until it answers a probe."""
-BLOCK_TOKENS: Final = 16
-"""The tokens of a block where no engine says how many its blocks have."""
+UNANNOUNCED: Final = AnnouncedBlocks(BlockNames("", ()), block_tokens=16, hash_tokens=16, bytes_per_token=131_072)
+"""What is guessed of the blocks of engines that do not say how theirs are called."""
 _CACHE_TOKENS: Final = 262_144
-_BYTES_PER_TOKEN: Final = 131_072
-"""Guesses, where an engine does not announce itself."""
+"""What is guessed of their own caches."""
 _MOST_TIMES: Final = 100
 _WAITING: Final = re.compile(r"^vllm:num_requests_waiting(?:\{[^}]*\})? ([0-9]+)", re.MULTILINE)
 
@@ -61,8 +61,8 @@ class Member:
     def _new_engine(self, blocks: AnnouncedBlocks | None, cache_tokens: int, *, loads: bool) -> Engine:
         return Engine(
             self.address.url,
-            cache_blocks=cache_tokens // (BLOCK_TOKENS if blocks is None else blocks.block_tokens),
-            bytes_per_token=_BYTES_PER_TOKEN if blocks is None else blocks.bytes_per_token,
+            cache_blocks=cache_tokens // (blocks or UNANNOUNCED).block_tokens,
+            bytes_per_token=(blocks or UNANNOUNCED).bytes_per_token,
             loads="always" if loads else "never",
         )
 
@@ -143,15 +143,17 @@ class Fleet:
         self._members.update((member.address.url, member) for member in new)
         return new, gone
 
-    def models(self) -> dict[str, str]:
-        """Return what the engines that are up serve, as `Member.models`."""
-        return {name: root for member in self if member.is_up for name, root in member.models.items()}
+    def cards(self) -> dict[str, Mapping[str, Any]]:
+        """Return what engines that are up say of their models, the first of each."""
+        cards: dict[str, Mapping[str, Any]] = {}
+        for member in self:
+            if member.is_up:
+                cards = {**member.cards, **cards}
+        return cards
 
-    def able(self, model: str, *roles: Role) -> list[Member]:
-        """Return the engines that are up and serve a model, in these roles, if any are
-        given. An empty name is any model.
-        """
-        able = [one for one in self if one.is_up and (not roles or one.role in roles)]
+    def able(self, model: str) -> list[Member]:
+        """Return the engines that are up and serve a model; an empty name is any."""
+        able = [one for one in self if one.is_up]
         return [one for one in able if not model or model in one.models or not one.models]
 
     def learn(self, engines: Iterable[AnnouncedEngine], blocks: Mapping[str, AnnouncedBlocks]) -> list[str]:

@@ -19,6 +19,7 @@ import attrs
 import h11
 import trio
 
+from infinistore.addresses import with_port
 from infinistore.errors import ConfigError, StoreUnavailable
 from infinistore.integrations.vllm.settings import is_engine_url
 from infinistore.sizes import describe_size
@@ -319,10 +320,10 @@ InThread: TypeAlias = Callable[..., Awaitable[Any]]
 class Answer:
     """An engine's answer: its head, and its body, piece by piece, as it comes."""
 
-    def __init__(self, protocol: h11.Connection, stream: trio.abc.Stream, url: str, head: h11.Response) -> None:
-        self._protocol = protocol
-        self._stream = stream
+    def __init__(self, url: str, head: h11.Response, first: Any, next_event: Callable[[], Awaitable[Any]]) -> None:
         self._url = url
+        self._first = first
+        self._next_event = next_event
         self.status = head.status_code
         self.headers: Headers = [(name, value) for name, value in head.headers if name not in _BETWEEN]
 
@@ -332,7 +333,9 @@ class Answer:
         Raises:
             EngineFailed: the engine stopped in between.
         """
-        event = await _event(self._protocol, self._stream, self._url)
+        event, self._first = self._first, None
+        if event is None:
+            event = await self._next_event()
         return bytes(event.data) if isinstance(event, h11.Data) else b""
 
     async def rest(self, most_bytes: int) -> bytes:
@@ -354,7 +357,8 @@ async def asking(
     address: Address, asked: Asked, limits: HttpLimits, connect: Connect = Address.connect, *, key: str | None = None
 ) -> AsyncIterator[Answer]:
     """Send a request to an engine, over a connection that ends with the block, and wait
-    for the head of the answer. `key` takes the place of the client's own.
+    for the first byte behind the head of the answer. `key` takes the place of the
+    client's own.
 
     Raises:
         EngineFailed: the engine cannot be reached, or does not answer in time.
@@ -364,8 +368,7 @@ async def asking(
     if key is not None:
         headers = [(name, value) for name, value in headers if name != b"authorization"]
         headers += [(b"authorization", b"Bearer " + key.encode())] if key else []
-    host = f"[{address.host}]" if ":" in address.host else address.host
-    headers += [(b"host", f"{host}:{address.port}".encode()), (b"connection", b"close")]
+    headers += [(b"host", with_port(address.host, address.port).encode()), (b"connection", b"close")]
     if asked.body or asked.method not in (b"GET", b"HEAD"):
         headers.append((b"content-length", b"%d" % len(asked.body)))
     protocol = h11.Connection(h11.CLIENT, max_incomplete_event_size=limits.head_bytes)
@@ -380,18 +383,20 @@ async def asking(
     except (OSError, UnicodeError, trio.TooSlowError) as error:  # UnicodeError: what no host can be called
         raise EngineFailed(f"{address.url} cannot be reached: {_reason(error)}") from None
     async with stream:
+        next_event = functools.partial(_event, protocol, stream, address.url)
         with trio.move_on_after(limits.first_byte_s) as waiting:
             try:
                 await stream.send_all(b"".join(parts))
             except BROKEN as error:
                 raise EngineFailed(f"{address.url} took no request: {_reason(error)}") from None
-            while isinstance(event := await _event(protocol, stream, address.url), h11.InformationalResponse):
+            while isinstance(head := await next_event(), h11.InformationalResponse):
                 pass
+            if not isinstance(head, h11.Response):
+                raise EngineFailed(f"{address.url} closed the connection without an answer")
+            first = await next_event()
         if waiting.cancelled_caught:
             raise EngineFailed(f"{address.url} has not answered within {limits.first_byte_s:g} s")
-        if not isinstance(event, h11.Response):
-            raise EngineFailed(f"{address.url} closed the connection without an answer")
-        yield Answer(protocol, stream, address.url, event)
+        yield Answer(address.url, head, first, next_event)
 
 
 async def _event(protocol: h11.Connection, stream: trio.abc.Stream, url: str) -> Any:

@@ -13,7 +13,7 @@ from infinistore.errors import InfiniStoreException
 from infinistore.integrations.internal.prefix_keys import PrefixChain
 from infinistore.integrations.vllm.announcements import AnnouncedBlocks
 from infinistore.integrations.vllm.blocks import salt_key
-from infinistore.routing.fleet import BLOCK_TOKENS, Member, usual_blocks
+from infinistore.routing.fleet import UNANNOUNCED, Member, usual_blocks
 from infinistore.routing.http import InThread
 from infinistore.routing.metrics import Metrics
 from infinistore.routing.prompts import Known, Prompt, TokenMemory, joined
@@ -52,26 +52,26 @@ class Lookups:
         """Return what a scheduler wants to know of a prompt for these engines."""
         if any(member.models.get(prompt.model) == "" for member in members):
             return Request(prompt.length)  # an adapter, whose blocks are called otherwise
-        blocks = usual_blocks([member.blocks for member in members])
+        blocks = usual_blocks([member.blocks for member in members]) or UNANNOUNCED
         known = await self._known(prompt, members, blocks)
         if known is None:
             self._metrics.prompts.labels("length").inc()
             return Request(prompt.length)
         self._metrics.prompts.labels("tokens").inc()
-        chain = (None if blocks is None else blocks.names.prefix, prompt.salt)
+        chain = (blocks.names.prefix, prompt.salt)
         if known.chain != chain:
             known = attrs.evolve(known, hashes=(), chain=chain)
-        if len(known.tokens) - len(known.hashes) * _hash_tokens(blocks) < _IN_A_THREAD:
+        if len(known.tokens) - len(known.hashes) * blocks.hash_tokens < _IN_A_THREAD:
             hashes = _hashes(blocks, prompt.salt, known)
         else:
             hashes = await self._in_thread(_hashes, blocks, prompt.salt, known)
         self._memory.add(prompt, attrs.evolve(known, hashes=hashes))
-        each = 1 if blocks is None else blocks.block_tokens // blocks.hash_tokens
+        each = blocks.block_tokens // blocks.hash_tokens
         of_blocks = hashes[each - 1 :: each]
-        size = BLOCK_TOKENS if blocks is None else blocks.block_tokens
-        return Request(max(1, len(known.tokens)), of_blocks, size, await self._stored(blocks, of_blocks))
+        stored = await self._stored(blocks, of_blocks)
+        return Request(max(1, len(known.tokens)), of_blocks, blocks.block_tokens, stored)
 
-    async def _known(self, prompt: Prompt, members: Sequence[Member], blocks: AnnouncedBlocks | None) -> Known | None:
+    async def _known(self, prompt: Prompt, members: Sequence[Member], blocks: AnnouncedBlocks) -> Known | None:
         """Return the tokens of a prompt, or None."""
         if prompt.tokens:
             return Known(prompt.tokens)
@@ -86,14 +86,14 @@ class Lookups:
                 rest = await self._tokenize(idle, prompt.rest(count))
                 if rest is not None and (whole := joined(known.tokens, rest)) is not None:
                     tokens, same = whole
-                    return Known(tokens, known.hashes[: same // _hash_tokens(blocks)], known.chain)
+                    return Known(tokens, known.hashes[: same // blocks.hash_tokens], known.chain)
             found = await self._tokenize(idle, prompt.question)
             return Known(found) if found else None
         return None
 
-    async def _stored(self, blocks: AnnouncedBlocks | None, hashes: Sequence[str]) -> int:
+    async def _stored(self, blocks: AnnouncedBlocks, hashes: Sequence[str]) -> int:
         """Return how many leading blocks the store has; 0 if it does not say."""
-        if self._store is None or blocks is None or not hashes:
+        if self._store is None or blocks is UNANNOUNCED or not hashes:
             return 0
         keys, each = blocks.names.some_keys(hashes, most=_MOST_KEYS)
         try:
@@ -106,15 +106,11 @@ class Lookups:
         return 0
 
 
-def _hash_tokens(blocks: AnnouncedBlocks | None) -> int:
-    return BLOCK_TOKENS if blocks is None else blocks.hash_tokens
-
-
-def _hashes(blocks: AnnouncedBlocks | None, salt: str, known: Known) -> list[str]:
+def _hashes(blocks: AnnouncedBlocks, salt: str, known: Known) -> list[str]:
     chain = PrefixChain(
-        _hash_tokens(blocks),
+        blocks.hash_tokens,
         extra=lambda first, end: salt_key(salt, first),
-        group_blocks=0 if blocks is None else blocks.names.group_blocks,
+        group_blocks=blocks.names.group_blocks,
         known=known.hashes,
     )
     return chain.extend(known.tokens)

@@ -1,6 +1,6 @@
 """What a router counts, as metrics for Prometheus."""
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator
 from typing import Final
 
 from prometheus_client import CollectorRegistry, Counter, Histogram, generate_latest
@@ -17,7 +17,7 @@ _PREFIX: Final = "infinistore_router_"
 class Metrics:
     """The metrics of one router, in a registry of their own."""
 
-    def __init__(self, members: Callable[[], Sequence[Member]], now: Callable[[], float]) -> None:
+    def __init__(self, members: Iterable[Member], now: Callable[[], float]) -> None:
         self._prometheus = CollectorRegistry()
         self._members = members
         self._now = now
@@ -49,7 +49,7 @@ class Metrics:
         up = GaugeMetricFamily(f"{_PREFIX}engine_up", "Whether requests may go to an engine.", labels=["engine"])
         waiting = GaugeMetricFamily(f"{_PREFIX}waiting_requests", "Requests without a first token.", labels=["engine"])
         queued = GaugeMetricFamily(f"{_PREFIX}queue_seconds", "What they take, by guess.", labels=["engine"])
-        for member in self._members():
+        for member in self._members:
             url = [member.address.url]
             up.add_metric(url, float(member.is_up))
             waiting.add_metric(url, member.engine.requests)

@@ -75,9 +75,9 @@ def read_prompt(path: str, body: object) -> Prompt:
         special = body.get("add_special_tokens", True)
         question = {"model": model, "prompt": prompt, "add_special_tokens": special} if prompt else None
         return Prompt(**about, question=question, marks=_marks(question, [prompt]), length=_guess(len(prompt)))
-    if isinstance(prompt, list) and _are_tokens(prompt):
+    if isinstance(prompt, list) and are_tokens(prompt):
         return Prompt(**about, tokens=prompt, length=len(prompt))
-    lengths = [len(one) if _are_tokens(one) else _guess(len(one)) for one in _sequences(prompt)]
+    lengths = [len(one) if are_tokens(one) else _guess(len(one)) for one in _sequences(prompt)]
     return Prompt(**about, length=max(1, sum(lengths)))
 
 
@@ -102,7 +102,8 @@ def _guess(characters: int) -> int:
     return max(1, characters // _CHARACTERS_PER_TOKEN)
 
 
-def _are_tokens(value: object) -> bool:
+def are_tokens(value: object) -> bool:
+    """Whether this is a list of tokens, and not an empty one."""
     return isinstance(value, list) and bool(value) and all(type(one) is int and 0 <= one < 2**63 for one in value)
 
 

@@ -14,18 +14,18 @@ from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
-from typing import Any, Final
+from typing import Any, Final, TypeVar
 
 import attrs
 import trio
 
+from infinistore.addresses import ROUTER_STATUS_PATH
 from infinistore.client import AsyncStore
 from infinistore.kept_errors import KeptError
 from infinistore.routing.fleet import Member, Role
 from infinistore.routing.http import (
     BROKEN,
     Address,
-    Answer,
     Asked,
     ClientConnection,
     ClientGone,
@@ -38,11 +38,12 @@ from infinistore.routing.http import (
 )
 from infinistore.routing.lookups import Lookups
 from infinistore.routing.metrics import MEDIA_TYPE, Metrics
-from infinistore.routing.prompts import GENERATING, Prompt, read_prompt
+from infinistore.routing.prompts import GENERATING, Prompt, are_tokens, read_prompt
 from infinistore.routing.watcher import Watcher
 from infinistore.scheduling import LeastWork, Plan, Policy, Request, create_policy
 
 _log = logging.getLogger("infinistore.router")
+_T = TypeVar("_T")
 _MOST_SAID_BYTES: Final = 16 * 1024 * 1024
 """The answer to a prompt that is only computed."""
 _MOST_TRIES: Final = 3
@@ -52,7 +53,6 @@ _FOR_PROBES: Final = 64
 _MOST_LONG_BODIES: Final = 16
 _LARGE_BYTES: Final = 1024 * 1024
 """A body from this length on is decoded beside the loop."""
-STATUS_PATH: Final = "/infinistore/engines"
 _NOT_FOR_PREFILL: Final = frozenset(("stream_options", "max_completion_tokens", "n", "best_of", "min_tokens"))
 _ENGINE, _PREDICTED = b"x-infinistore-engine", b"x-infinistore-predicted-ms"
 
@@ -128,7 +128,7 @@ class Router:
             in_thread=in_thread,
         )
         self.fleet = self._watcher.fleet
-        self.metrics = Metrics(lambda: list(self.fleet), trio.current_time)
+        self.metrics = Metrics(self.fleet, trio.current_time)
         self._lookups = Lookups(store, self._tokenize, self.metrics, within_s=options.tokenize_s, in_thread=in_thread)
         self._clients: set[ClientConnection] = set()
         self._long_bodies = trio.CapacityLimiter(_MOST_LONG_BODIES)
@@ -228,7 +228,7 @@ class Router:
                 await client.answer(200, self.metrics.text(), MEDIA_TYPE)
             case b"GET", "/v1/models":
                 await client.answer(200, json.dumps(self._models()).encode())
-            case b"GET", path if path == STATUS_PATH:
+            case b"GET", path if path == ROUTER_STATUS_PATH:
                 await client.answer(200, json.dumps(self.status()).encode())
             case b"POST", path if path in GENERATING:
                 await self._while_there(client, partial(self._generate, client, asked))
@@ -256,12 +256,7 @@ class Router:
             raise problem.again()
 
     def _models(self) -> dict[str, Any]:
-        """Return what engines that are up say of their models, the first of each."""
-        cards: dict[str, Any] = {}
-        for member in self.fleet:
-            if member.is_up:
-                cards = {**member.cards, **cards}
-        return {"object": "list", "data": [cards[name] for name in sorted(cards)]}
+        return {"object": "list", "data": [card for _, card in sorted(self.fleet.cards().items())]}
 
     def status(self) -> dict[str, Any]:
         """Return what the monitor shows."""
@@ -316,24 +311,39 @@ class Router:
             raise Refused(503, self._nobody())
         if members := self.fleet.able(model):
             return members
-        raise Refused(404, f"no engine serves the model {model!r}, but {', '.join(sorted(self.fleet.models()))}")
+        raise Refused(404, f"no engine serves the model {model!r}, but {', '.join(sorted(self.fleet.cards()))}")
 
     async def _send(self, job: _Job, members: Sequence[Member], reason: str) -> None:
-        """Send a request to the engine that the policy picks, and while no byte of an
-        answer has come, to the next one: not to all, for the request may be the cause.
+        """Have one of these engines answer a request."""
+        try:
+            await self._try_each(job.request, members, reason, partial(self._forward, job))
+        except EngineFailed as error:
+            raise Refused(502, f"no engine has answered: {error}") from None
+
+    async def _try_each(
+        self, request: Request, members: Sequence[Member], reason: str, attempt: Callable[[Member], Awaitable[_T]]
+    ) -> _T:
+        """Do it with the engine that the policy picks, and while no byte of an answer
+        has come, with the next one: not with all, for the request may be the cause.
+
+        Raises:
+            EngineFailed: none has answered. Says why of each.
         """
         left, problems = list(members), list[str]()
         while left and len(problems) < _MOST_TRIES:
-            member = self._pick(job.request, left)
+            member = self._pick(request, left)
             left.remove(member)
             member.picked[reason] += 1
             try:
-                return await self._forward(job, member)
+                return await attempt(member)
             except EngineFailed as error:
                 problems.append(str(error))
-                member.failed_requests += 1
-                self._watcher.note_failure(member, error)
-        raise Refused(502, f"no engine has answered: {'; '.join(problems[:4])}")
+                self._note_failure(member, error)
+        raise EngineFailed("; ".join(problems))
+
+    def _note_failure(self, member: Member, error: EngineFailed) -> None:
+        member.failed_requests += 1
+        self._watcher.note_failure(member, error)
 
     def _pick(self, request: Request, members: Sequence[Member]) -> Member:
         """Return the policy's choice; if it fails, that of a simple one."""
@@ -360,12 +370,10 @@ class Router:
             limits = attrs.evolve(limits, first_byte_s=limits.answer_s)
         with self._sent(member, job.request, followed=prompt.streams) as (plan, answered):
             async with asking(member.address, job.asked, limits, self._connect, key=self._key) as answer:
-                piece = await _first_piece(answer, limits, member)
                 now = trio.current_time()
                 member.answered()
-                if answer.status == 200:
-                    answered()
                 if prompt.streams and answer.status == 200:
+                    answered()
                     member.first_tokens.append((plan.first_token_s, now - began))
                     self.metrics.first_token.observe(now - job.arrived)
                     self.metrics.predicted.observe(plan.first_token_s)
@@ -373,10 +381,9 @@ class Router:
                 await client.begin(answer.status, [*answer.headers, *about])
                 with trio.move_on_after(limits.answer_s) as scope:
                     try:
-                        await client.pass_on(piece, answer.piece)
+                        await client.pass_on(await answer.piece(), answer.piece)
                     except EngineFailed as error:  # too late for another one
-                        member.failed_requests += 1
-                        self._watcher.note_failure(member, error)
+                        self._note_failure(member, error)
                         raise ClientGone from None
                 if scope.cancelled_caught:
                     _log.warning("an answer took too long, and was ended", extra={"engine": member.address.url})
@@ -388,26 +395,22 @@ class Router:
         """Have a prompt computed and stored. Return whether that was done."""
         short = {name: value for name, value in body.items() if name not in _NOT_FOR_PREFILL}
         first = attrs.evolve(asked, body=json.dumps({**short, "stream": False, "max_tokens": 1}).encode())
-        left = list(members)
-        while left:
-            member = self._pick(request, left)
-            left.remove(member)
-            member.picked["prefill"] += 1
-            limits = self._options.limits
-            try:
-                with self._sent(member, request, followed=True) as (_, answered):
-                    async with asking(member.address, first, limits, self._connect, key=self._key) as answer:
-                        await answer.rest(_MOST_SAID_BYTES)
-                        if answer.status != 200:
-                            return False  # the other engine will say why
-                        answered()
-            except EngineFailed as error:
-                member.failed_requests += 1
-                self._watcher.note_failure(member, error)
-            else:
-                member.answered()
-                return True
-        return False
+
+        async def compute(member: Member) -> bool:
+            with self._sent(member, request, followed=True) as (_, answered):
+                limits = self._options.limits
+                async with asking(member.address, first, limits, self._connect, key=self._key) as answer:
+                    await answer.rest(_MOST_SAID_BYTES)
+                    if answer.status != 200:
+                        return False  # the other engine will say why
+                    answered()
+            member.answered()
+            return True
+
+        try:
+            return await self._try_each(request, members, "prefill", compute)
+        except EngineFailed:
+            return False
 
     @contextmanager
     def _sent(self, member: Member, request: Request, *, followed: bool) -> Iterator[tuple[Plan, Callable[[], None]]]:
@@ -425,10 +428,6 @@ class Router:
         ):
             self.metrics.prompt_tokens.labels(source).inc(tokens)
 
-        def answered() -> None:
-            if followed:
-                engine.answered(name, trio.current_time())
-
         async def presume() -> None:
             await trio.sleep(plan.first_token_s)
             engine.lost(name, trio.current_time())
@@ -437,7 +436,7 @@ class Router:
             self._tasks.start_soon(presume)
         member.under_way += 1
         try:
-            yield plan, answered
+            yield plan, lambda: engine.answered(name, trio.current_time())
         finally:
             member.under_way -= 1
             engine.lost(name, trio.current_time())
@@ -449,11 +448,4 @@ class Router:
             tokens = json.loads(said)["tokens"] if status == 200 else None
         except (EngineFailed, ValueError, LookupError, TypeError):
             return None
-        is_right = isinstance(tokens, list) and all(type(token) is int and 0 <= token < 2**63 for token in tokens)
-        return tokens if is_right else None
-
-
-async def _first_piece(answer: Answer, limits: HttpLimits, member: Member) -> bytes:
-    with trio.move_on_after(limits.first_byte_s):
-        return await answer.piece()
-    raise EngineFailed(f"{member.address.url} has not answered within {limits.first_byte_s:g} s")
+        return tokens if are_tokens(tokens) else None

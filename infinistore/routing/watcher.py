@@ -78,9 +78,7 @@ class Watcher:
             self._from_file = await self._in_thread(read_engines, file)
         async with trio.open_nursery() as nursery:
             self._tasks = nursery
-            await self._read_announcements()
-            await self._update()
-            self._learn()
+            await self._refresh()
             if file is not None:
                 nursery.start_soon(self._follow_file, file)
             nursery.start_soon(self._follow_announcements)
@@ -179,10 +177,13 @@ class Watcher:
     async def _follow_announcements(self) -> None:
         while self._store is not None:
             await trio.sleep(_ANNOUNCEMENTS_S)
-            await self._read_announcements()
-            if self._uses_announced:
-                await self._update()
-            self._learn()
+            await self._refresh()
+
+    async def _refresh(self) -> None:
+        """Follow what engines have announced by now."""
+        await self._read_announcements()
+        await self._update()
+        self._learn()
 
     async def _read_announcements(self) -> None:
         """Read what engines have announced in the store, if it answers."""

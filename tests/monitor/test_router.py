@@ -19,10 +19,11 @@ from hypothesis import strategies as st
 from trio.testing import MockClock
 
 from infinistore import StoreUnavailable
+from infinistore.addresses import ROUTER_STATUS_PATH
 from infinistore.monitor.app import Pace, Source, sample, still
 from infinistore.monitor.controls import Controls
 from infinistore.monitor.lines import ASCII, UNICODE
-from infinistore.monitor.router import STATUS_PATH, RouterModel, RouterSnapshot, document, screen
+from infinistore.monitor.router import RouterModel, RouterSnapshot, document, screen
 from tests.cli.in_process import server_here
 from tests.ports import own_ports
 
@@ -238,7 +239,7 @@ def test_once_prints_a_row_for_each_engine_and_json_says_the_same_to_programs(ru
     with answering((200, said(engine(1), DOWN))) as (url, asked):
         printed = run("monitor", url, "--once", "--ascii", "--interval", "0.1", "--token-file", str(token))
         assert (printed.returncode, printed.stderr, printed.stdout.isascii()) == (0, "", True)
-        assert asked == [(STATUS_PATH, "Bearer secret")] * 2
+        assert asked == [(ROUTER_STATUS_PATH, "Bearer secret")] * 2
         for part in (url, "http://10.0.0.1:8001", "prefill down", "soonest 200, length 40"):
             assert part in printed.stdout
         piped = run("monitor", "--url", url, "--interval", "0.1")

@@ -11,12 +11,12 @@ import pytest
 import trio
 from trio.testing import MockClock
 
+from infinistore.addresses import ROUTER_STATUS_PATH
 from infinistore.client import AsyncStore, open_store
 from infinistore.errors import StoreUnavailable
 from infinistore.integrations.internal.prefix_keys import PrefixChain
 from infinistore.integrations.vllm.announcements import ENGINES_PREFIX, URLS_PREFIX, AnnouncedBlocks, AnnouncedEngine
 from infinistore.integrations.vllm.blocks import BlockNames, salt_key
-from infinistore.routing import STATUS_PATH
 from tests.routing.fakes import MODEL, FakeEngine, World, routed
 
 KIND = AnnouncedBlocks(
@@ -169,7 +169,7 @@ async def test_junk_that_others_put_where_engines_announce_themselves_is_passed_
         await store.put(f"{ENGINES_PREFIX}junk", b"[[[[")
         async with routed("a", store=store, announced=True) as world:
             assert (await world.complete())[0] == 200
-            engines = json.loads((await world.ask(STATUS_PATH))[1])["engines"]
+            engines = json.loads((await world.ask(ROUTER_STATUS_PATH))[1])["engines"]
             assert {one["url"]: one["up"] for one in engines} == {"http://a": True, f"http://{'a' * 70}": False}
 
 

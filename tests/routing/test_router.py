@@ -10,8 +10,9 @@ import pytest
 import trio
 from trio.testing import MockClock, lockstep_stream_pair, wait_all_tasks_blocked
 
+from infinistore.addresses import ROUTER_STATUS_PATH
 from infinistore.monitor.router import RouterModel
-from infinistore.routing import STATUS_PATH, Address, Role
+from infinistore.routing import Address, Role
 from infinistore.routing.http import Asked, EngineFailed, asking
 from infinistore.scheduling import Engine, Request
 from tests.routing.fakes import LIMITS, LISTENERS, MODEL, FakeEngine, routed
@@ -407,7 +408,7 @@ async def test_the_first_token_is_predicted_by_what_came_before(autojump_clock: 
             await world.complete(letter * 400)
         _, _, headers = await world.complete("l" * 400)
         assert int(headers["x-infinistore-predicted-ms"]) == pytest.approx(10_000, rel=0.1)
-        status = json.loads((await world.ask(STATUS_PATH))[1])
+        status = json.loads((await world.ask(ROUTER_STATUS_PATH))[1])
         (engine,) = status["engines"]
         assert engine["first_token_s"] == pytest.approx(10, rel=0.05)
         metrics = (await world.ask("/metrics"))[1]
@@ -421,7 +422,7 @@ async def test_the_monitor_reads_what_a_router_says_of_its_engines(autojump_cloc
         for number in range(2):
             for _ in range(4):
                 await world.complete()
-            said = json.loads((await world.ask(STATUS_PATH))[1])
+            said = json.loads((await world.ask(ROUTER_STATUS_PATH))[1])
             model.observe(said, now_s=float(number), at=datetime(2026, 1, 1, tzinfo=UTC))
         rows = {one.url: (one.up, one.requests_per_s) for one in model.snapshot().engines}
         assert rows == {"http://a": (True, 4.0), "http://b": (False, 0.0)}
