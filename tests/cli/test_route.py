@@ -10,17 +10,18 @@ import subprocess
 import threading
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from http.server import BaseHTTPRequestHandler
 from pathlib import Path
 
 import pytest
 
 from tests import warm
 from tests.cli.conftest import INFINISTORE, Run
+from tests.http_servers import Quiet, serving_http
 from tests.transports.certificates import issue
 
 
-class Engine(BaseHTTPRequestHandler):
+class Engine(Quiet, BaseHTTPRequestHandler):
     """An engine that says what it was asked, in pieces, each of which it waits for."""
 
     protocol_version = "HTTP/1.1"
@@ -46,24 +47,17 @@ class Engine(BaseHTTPRequestHandler):
             self.goes_on.wait()
         self.wfile.write(b"0\r\n\r\n")
 
-    def log_message(self, format: str, *arguments: object) -> None:  # noqa: A002 - as http.server calls it
-        """Say nothing."""
-
 
 @contextmanager
 def engine() -> Iterator[tuple[str, threading.Event]]:
     """Run an engine; yield its URL, and what lets its answers go on."""
     goes_on = threading.Event()
     goes_on.set()
-    with ThreadingHTTPServer(("127.0.0.1", 0), type("Own", (Engine,), {"goes_on": goes_on})) as server:
-        thread = threading.Thread(target=server.serve_forever)
-        thread.start()
+    with serving_http(type("Own", (Engine,), {"goes_on": goes_on})) as port:
         try:
-            yield f"http://127.0.0.1:{server.server_port}", goes_on
+            yield f"http://127.0.0.1:{port}", goes_on
         finally:
             goes_on.set()
-            server.shutdown()
-            thread.join()
 
 
 @contextmanager

@@ -11,10 +11,9 @@ import runpy
 import shutil
 import subprocess
 import sys
-import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from http.server import BaseHTTPRequestHandler, HTTPServer
+from http.server import BaseHTTPRequestHandler
 from pathlib import Path
 
 import pytest
@@ -25,6 +24,7 @@ from infinistore.client.options import parse_url
 from infinistore.config import load_server_config
 from infinistore.integrations.vllm.settings import ConnectorSettings
 from tests.bad_days.servers import running_server_process
+from tests.http_servers import Quiet, serving_http
 from tests.ports import own_ports
 
 PROJECT = Path(__file__).resolve().parents[2]
@@ -177,20 +177,13 @@ def managed(*flags: str) -> Iterator[str]:
 def answering(status: int) -> Iterator[int]:
     """The port of a server that answers GET /health with a status, others with 404."""
 
-    class Handler(BaseHTTPRequestHandler):
+    class Own(Quiet, BaseHTTPRequestHandler):
         def do_GET(self) -> None:
             self.send_response(status if self.path == "/health" else 404)
             self.end_headers()
 
-        def log_message(self, *_: object) -> None:
-            pass
-
-    with HTTPServer(("127.0.0.1", 0), Handler) as server:
-        thread = threading.Thread(target=server.serve_forever)
-        thread.start()
-        yield server.server_port
-        server.shutdown()
-        thread.join()
+    with serving_http(Own) as port:
+        yield port
 
 
 def test_the_health_check_of_the_image_is_the_one_that_it_copies() -> None:

@@ -238,7 +238,7 @@ def route_default(name: str) -> Any:
 
 
 def test_the_metrics_of_a_router_are_those_of_its_page() -> None:
-    text = RouterMetrics(list, lambda: 0.0).text().decode()
+    text = RouterMetrics([], lambda: 0.0).text().decode()
     named = {name for name in re.findall(r"^# TYPE (\w+)", text, re.MULTILINE) if not name.endswith("_created")}
     page = (PROJECT / "docs" / "fleet.md").read_text()
     assert set(re.findall(r"^\| `(infinistore_router_\w+)", page, re.MULTILINE)) == named

@@ -7,9 +7,8 @@ import subprocess
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from datetime import timedelta
-from http.server import BaseHTTPRequestHandler, HTTPServer
+from http.server import BaseHTTPRequestHandler
 from pathlib import Path
-from threading import Thread
 from typing import Any
 
 import pytest
@@ -25,6 +24,7 @@ from infinistore.monitor.controls import Controls
 from infinistore.monitor.lines import ASCII, UNICODE
 from infinistore.monitor.router import RouterModel, RouterSnapshot, document, screen
 from tests.cli.in_process import server_here
+from tests.http_servers import Quiet, serving_http
 from tests.ports import own_ports
 
 from .conftest import INFINISTORE, Start
@@ -198,7 +198,7 @@ async def test_a_router_that_never_answers_is_given_up_at_the_deadline(
     assert trio.current_time() == 5.0
 
 
-class Handler(BaseHTTPRequestHandler):
+class Answers(Quiet, BaseHTTPRequestHandler):
     """Gives answers one after the other, the last one for good; notes what is asked."""
 
     answers: list[tuple[int, bytes]]
@@ -212,24 +212,14 @@ class Handler(BaseHTTPRequestHandler):
         self.end_headers()
         self.wfile.write(body)
 
-    def log_message(self, *_: Any) -> None:
-        """Say nothing."""
-
 
 @contextmanager
 def answering(*answers: tuple[int, Any], port: int = 0) -> Iterator[tuple[str, list[tuple[str, str | None]]]]:
     """Run what gives these answers; its URL, and what it is asked."""
     asked: list[tuple[str, str | None]] = []
     encoded = [(status, one if isinstance(one, bytes) else json.dumps(one).encode()) for status, one in answers]
-    handler = type("Answers", (Handler,), {"answers": encoded, "asked": asked})
-    with HTTPServer(("127.0.0.1", port), handler) as server:
-        thread = Thread(target=server.serve_forever, kwargs={"poll_interval": 0.01})
-        thread.start()
-        try:
-            yield f"http://127.0.0.1:{server.server_port}", asked
-        finally:
-            server.shutdown()
-            thread.join()
+    with serving_http(type("Own", (Answers,), {"answers": encoded, "asked": asked}), port) as own:
+        yield f"http://127.0.0.1:{own}", asked
 
 
 def test_once_prints_a_row_for_each_engine_and_json_says_the_same_to_programs(run: Run, tmp_path: Path) -> None:
