@@ -470,3 +470,15 @@ async def test_a_prompt_that_nobody_computes_ahead_is_answered_all_the_same(
         world.engines["http://p"].is_down = problem == "down"
         world.engines["http://p"].status = 500
         assert (await world.complete("x" * 200))[:2] == (200, "one two three")
+
+
+async def test_a_prompt_that_kills_engines_does_not_go_to_all_that_could_compute_it(autojump_clock: MockClock) -> None:
+    roles: dict[str, Role] = {**dict.fromkeys("abcde", "prefill"), "z": "decode"}
+
+    def die(engine: FakeEngine) -> None:
+        engine.stops_after = None if engine.url == "http://z" else 0
+
+    async with routed(*roles, roles=roles, prepare=die, split_above_tokens=0) as world:
+        assert (await world.complete("x" * 200))[0] == 200
+        asked = {url: len(engine.asked) for url, engine in world.engines.items()}
+    assert (asked.pop("http://z"), sum(asked.values())) == (1, 3)
