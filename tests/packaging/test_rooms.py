@@ -15,6 +15,7 @@ REASONS: dict[str, str] = {
     "infinistore.client.connection.tls": "imported late: few clients need ssl",
     "infinistore.core.hot_groups": "a subject of its own: it counts reads, and knows no block",
     "infinistore.eviction.registry": "an extension point: strategies of other packages are found here",
+    "infinistore.routing.lookups": "a subject of its own: what is asked about a prompt, by no HTTP of its own",
     "infinistore.tensors.blocks": "stands on transfers and on what is generated from it",
     "infinistore.tensors.transfers": "blocking_transfers.py is generated from it",
 }
