@@ -97,6 +97,14 @@ _POSITIVE: Final = click.FloatRange(min=0, min_open=True)
     help="How long requests may take after SIGTERM or Ctrl-C. A second signal ends them.",
 )  # fmt: skip
 @click.option(
+    "--record", metavar="FILE", type=_FILE, panel=_CLIENTS,
+    help="Append what is asked to a trace for `infinistore simulate`: times, lengths, and ids of blocks.",
+)  # fmt: skip
+@click.option(
+    "--record-size", metavar="SIZE", type=SIZE, default="1GiB", show_default=True, panel=_LIMITS,
+    help="The most that --record writes to its file.",
+)  # fmt: skip
+@click.option(
     "--log-format", metavar="FORMAT", type=click.Choice(["auto", "text", "json"]), default="auto", show_default=True,
     panel=_LIMITS, help="How the log is written to standard error; auto: text on a terminal, else JSON.",
 )  # fmt: skip
@@ -128,6 +136,8 @@ def command(
     answer_timeout: float,
     tokenize_timeout: float,
     drain_timeout: float,
+    record: Path | None,
+    record_size: int,
     log_format: str,
     log_level: str,
 ) -> None:
@@ -172,6 +182,8 @@ def command(
         split_above_tokens=split_above,
         tokenize_s=tokenize_timeout,
         drain_s=drain_timeout,
+        record=record,
+        record_bytes=record_size,
         most_connections=max_connections,
         limits=limits,
     )

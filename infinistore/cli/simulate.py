@@ -72,7 +72,8 @@ def command(
     """Simulate engines that share a store, for several sizes of its pool: how many
     tokens need not be computed, and when first tokens come.
 
-    TRACE has a JSON object on each line, as the traces published with Mooncake:
+    TRACE is written by `infinistore route --record`, or has a JSON object on each
+    line, as the traces published with Mooncake:
     {"timestamp": MILLISECONDS, "input_length": TOKENS, "output_length": TOKENS,
     "hash_ids": [an id for each 512 tokens of the prompt]}.
 

@@ -39,6 +39,7 @@ from infinistore.routing.http import (
 from infinistore.routing.lookups import Lookups
 from infinistore.routing.metrics import MEDIA_TYPE, Metrics
 from infinistore.routing.prompts import GENERATING, Prompt, are_tokens, read_prompt
+from infinistore.routing.recording import AnswerLength, Recording
 from infinistore.routing.watcher import Watcher
 from infinistore.scheduling import LeastWork, Plan, Policy, Request, create_policy
 
@@ -78,6 +79,10 @@ class RouterOptions:
     tokenize_s: float = 0.05
     """How long to wait for the tokens of a short prompt, and for the store."""
     drain_s: float = 30.0
+    record: Path | None = None
+    """Where to write a trace of the prompts."""
+    record_bytes: int = 1 << 30
+    """The most that it may have."""
     most_connections: int = 2048
     limits: HttpLimits = attrs.field(factory=HttpLimits)
 
@@ -92,6 +97,8 @@ class _Job:
     request: Request
     arrived: float
     """When it came, on the router's clock."""
+    length: AnswerLength | None = None
+    """Counts the answer, if that is recorded."""
 
 
 class Router:
@@ -130,6 +137,9 @@ class Router:
         self.fleet = self._watcher.fleet
         self.metrics = Metrics(self.fleet, trio.current_time)
         self._lookups = Lookups(store, self._tokenize, self.metrics, within_s=options.tokenize_s, in_thread=in_thread)
+        self._recording = None
+        if options.record is not None:
+            self._recording = Recording(options.record, options.record_bytes, in_thread)
         self._clients: set[ClientConnection] = set()
         self._long_bodies = trio.CapacityLimiter(_MOST_LONG_BODIES)
         self._left = trio.Event()
@@ -142,10 +152,12 @@ class Router:
         """Watch the engines until cancelled. It has started when each was asked once.
 
         Raises:
-            ConfigError: the file of the engines cannot be used.
+            ConfigError: the file of the engines, or of the trace, cannot be used.
         """
         async with trio.open_nursery() as nursery:
             self._tasks = nursery
+            if self._recording is not None:
+                await nursery.start(self._recording.run)
             await nursery.start(self._watcher.run)
             task_status.started()
 
@@ -287,7 +299,15 @@ class Router:
             elif await self._prefill(asked, body, request, prefills):
                 request = attrs.evolve(request, stored_blocks=len(request.hashes))
                 reason = "decode"
-        await self._send(_Job(client, asked, prompt, request, arrived), others or prefills, reason)
+        job = _Job(client, asked, prompt, request, arrived)
+        if self._recording is None:
+            await self._send(job, others or prefills, reason)
+            return
+        length = AnswerLength()
+        try:
+            await self._send(attrs.evolve(job, length=length), others or prefills, reason)
+        finally:
+            self._recording.note(request, prompt.model, arrived, length.tokens)
 
     async def _decoded(self, body: bytes) -> object:
         """Return what a body says; None if it is no JSON, which the engine will say."""
@@ -379,9 +399,10 @@ class Router:
                     self.metrics.predicted.observe(plan.first_token_s)
                 about = [(_ENGINE, member.address.url.encode()), (_PREDICTED, b"%d" % (1e3 * plan.first_token_s))]
                 await client.begin(answer.status, [*answer.headers, *about])
+                more = answer.piece if job.length is None else job.length.counting(answer.piece)
                 with trio.move_on_after(limits.answer_s) as scope:
                     try:
-                        await client.pass_on(await answer.piece(), answer.piece)
+                        await client.pass_on(await more(), more)
                     except EngineFailed as error:  # too late for another one
                         self._note_failure(member, error)
                         raise ClientGone from None

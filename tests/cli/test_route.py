@@ -15,6 +15,7 @@ from pathlib import Path
 
 import pytest
 
+from infinistore.traces import read_trace
 from tests import warm
 from tests.cli.conftest import INFINISTORE, Run
 from tests.http_servers import Quiet, serving_http
@@ -91,10 +92,11 @@ BODY = json.dumps({"model": "m", "prompt": "hello", "stream": True}).encode()
 
 @pytest.mark.process
 @pytest.mark.parametrize(("number", "code"), [(signal.SIGTERM, 0), (signal.SIGINT, 130)])
-def test_a_router_that_is_told_to_stop_finishes_what_it_has_begun(
-    environment: dict[str, str], number: int, code: int
+def test_a_router_that_is_told_to_stop_finishes_what_it_has_begun_and_writes_it_down(
+    environment: dict[str, str], tmp_path: Path, number: int, code: int
 ) -> None:
-    with engine() as (url, goes_on), router(environment, "--engine", url) as (process, line, port):
+    flags = ["--record", str(tmp_path / "trace")]
+    with engine() as (url, goes_on), router(environment, "--engine", url, *flags) as (process, line, port):
         assert line == f"routing on http://127.0.0.1:{port} to 1 engine, 1 up (soonest)\n"
         goes_on.clear()
         connection = http.client.HTTPConnection("127.0.0.1", port)
@@ -109,6 +111,7 @@ def test_a_router_that_is_told_to_stop_finishes_what_it_has_begun(
         connection.close()
         _, errors = process.communicate()
     assert (process.returncode, b"Traceback" in errors) == (code, False)
+    assert len(read_trace((tmp_path / "trace").read_text().splitlines())) == 1
 
 
 @pytest.mark.process

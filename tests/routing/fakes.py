@@ -173,7 +173,7 @@ class World:
         return await self.ask("/v1/completions", {"model": MODEL, "prompt": prompt, "stream": True, **more})
 
 
-async def _at_once(work: Callable[..., Any], *arguments: Any) -> Any:
+async def at_once(work: Callable[..., Any], *arguments: Any) -> Any:
     """Do it here: a clock that jumps does not wait for threads."""
     await trio.lowlevel.checkpoint()
     return work(*arguments)
@@ -207,7 +207,7 @@ async def routed(
 
         given = {url: (Address.of(url), (roles or {}).get(url.removeprefix("http://"), "both")) for url in named}
         chosen = {"limits": LIMITS, "policy": "round-robin", **options}
-        router = Router(RouterOptions(engines=given, **chosen), store, connect=connect, in_thread=_at_once)
+        router = Router(RouterOptions(engines=given, **chosen), store, connect=connect, in_thread=at_once)
         await nursery.start(router.run)
         yield World(router, every, nursery)
         nursery.cancel_scope.cancel()
