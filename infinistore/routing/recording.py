@@ -13,6 +13,7 @@ import math
 import os
 import re
 import secrets
+import stat
 from collections.abc import Awaitable, Callable, Sequence
 from contextlib import ExitStack
 from pathlib import Path
@@ -142,9 +143,11 @@ class Recording:
         with ExitStack() as stack:
             stack.enter_context(file)
             try:
+                if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):
+                    raise ConfigError("it is no plain file")
                 before = max(0, file.seek(0, os.SEEK_END) - _LONGEST_LINE)
                 file.seek(before)
-                whole, ended, _ = file.read().rpartition(b"\n")  # what is behind it was not written to the end
+                whole, ended, _ = file.read(_LONGEST_LINE).rpartition(b"\n")  # what is behind it was not written to the end
                 last = read_trace([whole.rpartition(b"\n")[2].decode()])[-1].arrived_s if whole else 0.0
                 self._size = file.seek(before + len(whole) + len(ended))
                 file.truncate()

@@ -95,7 +95,7 @@ async def test_a_file_that_is_no_trace_is_refused_and_kept(
     file = tmp_path / "trace"
     before = None if there is None else there.encode(errors="surrogateescape")
     if before is None:
-        file.mkdir()
+        os.mkfifo(file)
     else:
         file.write_bytes(before)
     refused = pytest.RaisesGroup(
