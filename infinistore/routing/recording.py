@@ -5,6 +5,7 @@ and is a hash with a key that ends with the process: whoever has the file cannot
 whether somebody asked a certain thing.
 """
 
+import fcntl
 import hashlib
 import io
 import json
@@ -34,6 +35,8 @@ _MOST_WAITING: Final = 1024
 _ID_BYTES: Final = 6
 _TAIL_BYTES: Final = 512
 _LONGEST_LINE: Final = 1024 * 1024
+_BEGINNING: Final = b'{"timestamp":'
+"""That of a line."""
 _USAGE: Final = re.compile(rb'"completion_tokens": ?(\d{1,9})')
 
 
@@ -145,12 +148,17 @@ class Recording:
             try:
                 if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):
                     raise ConfigError("it is no plain file")
+                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
                 before = max(0, file.seek(0, os.SEEK_END) - _LONGEST_LINE)
                 file.seek(before)
-                whole, ended, _ = file.read(_LONGEST_LINE).rpartition(b"\n")  # what is behind it was not written to the end
+                whole, ended, torn = file.read(_LONGEST_LINE).rpartition(b"\n")
+                if torn[: len(_BEGINNING)] != _BEGINNING[: len(torn)]:
+                    raise ConfigError("its last line is none of a trace")
                 last = read_trace([whole.rpartition(b"\n")[2].decode()])[-1].arrived_s if whole else 0.0
                 self._size = file.seek(before + len(whole) + len(ended))
-                file.truncate()
+                file.truncate()  # after a power cut, a part of a line is left
+            except BlockingIOError:
+                raise ConfigError(f"--record {self._path}: another router writes to it; name another file") from None
             except OSError as error:
                 raise ConfigError(f"--record {self._path}: {error.strerror}") from None
             except ValueError as error:

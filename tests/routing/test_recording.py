@@ -4,6 +4,7 @@ import errno
 import os
 import stat
 from collections.abc import Callable, Iterable
+from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +27,13 @@ def trace_of(file: Path) -> list[TracedRequest]:
 def events(*texts: str) -> list[str]:
     """An answer that is streamed."""
     return [f"data: {text}\n\n" for text in (*texts, "[DONE]")]
+
+
+def refused(problem: str) -> AbstractContextManager[object]:
+    """Expect that the router does not start."""
+    return pytest.RaisesGroup(
+        pytest.RaisesExc(ConfigError, match=problem), allow_unwrapped=True, flatten_subgroups=True
+    )
 
 
 async def test_prompts_with_the_same_beginning_have_the_same_ids(autojump_clock: MockClock, tmp_path: Path) -> None:
@@ -74,7 +82,7 @@ async def test_models_share_nothing(autojump_clock: MockClock, tmp_path: Path) -
     assert not {*small.blocks} & {*large.blocks}
 
 
-@pytest.mark.parametrize("torn", ["", '{"timestamp": 99'])
+@pytest.mark.parametrize("torn", ["", '{"tim', '{"timestamp":99,"inp'])
 async def test_a_recording_goes_on_behind_an_earlier_one(autojump_clock: MockClock, tmp_path: Path, torn: str) -> None:
     file = tmp_path / "trace"
     for time in range(2):
@@ -88,7 +96,16 @@ async def test_a_recording_goes_on_behind_an_earlier_one(autojump_clock: MockClo
     assert not {*first.blocks} & {*second.blocks}  # the key of the first is gone
 
 
-@pytest.mark.parametrize("there", ["no trace\n", "\udcff\n", None])
+async def test_two_routers_do_not_write_to_one_file(autojump_clock: MockClock, tmp_path: Path) -> None:
+    async with routed("a", record=tmp_path / "trace") as world:
+        with refused("another router writes to it"):
+            async with routed("b", record=tmp_path / "trace"):
+                pass
+        await world.complete()
+    assert len(trace_of(tmp_path / "trace")) == 1
+
+
+@pytest.mark.parametrize("there", ["no trace\n", "no trace", "\udcff\n", None])
 async def test_a_file_that_is_no_trace_is_refused_and_kept(
     autojump_clock: MockClock, tmp_path: Path, there: str | None
 ) -> None:
@@ -98,10 +115,7 @@ async def test_a_file_that_is_no_trace_is_refused_and_kept(
         os.mkfifo(file)
     else:
         file.write_bytes(before)
-    refused = pytest.RaisesGroup(
-        pytest.RaisesExc(ConfigError, match="--record"), allow_unwrapped=True, flatten_subgroups=True
-    )
-    with refused:
+    with refused("--record"):
         async with routed("a", record=file):
             pass
     assert before is None or file.read_bytes() == before
