@@ -23,7 +23,8 @@ The ways:
                 sliding window of 512 tokens, of which only the last is stored and read
     pair        one vLLM that prefills and one that decodes, behind `infinistore route`
     routed      conversations of ten turns over two vLLMs and a store, behind
-                `infinistore route`: soonest and round robin, in turns
+                `infinistore route`: soonest and round robin, in turns; then 300 streams
+                at once, twice, and a vLLM is killed by SIGKILL
     slow-link   a store that gives 2 MB/s, and a vLLM that chooses whether it loads
                 ("load": "faster"), that always loads, and that has no store
     kill        the store dies by SIGKILL while requests wait, and starts again empty:

@@ -16,8 +16,9 @@ from typing import Any, NamedTuple
 import trio
 
 import infinistore
+from infinistore.routing.http import EngineFailed
 from programs import ProgramError, free_port
-from served import SEED, Bench, Round, Vllm, cluster
+from served import BLOCK_TOKENS, SEED, Bench, Round, Vllm, cluster
 
 __all__ = ["OVERHEAD_AT_LEAST", "WAYS", "Outcome", "Row"]
 
@@ -25,8 +26,9 @@ OVERHEAD_ROUNDS = 4
 OVERHEAD_AT_LEAST = 2
 """Rounds of each, however long they take."""
 PAIR_TOKENS = 8
-CONVERSATIONS, TURNS, TURN_TOKENS = 12, 10, 4
-ROUTED_ROUNDS = 3
+CONVERSATIONS, TURNS, TURN_TOKENS = 24, 10, 4
+ROUTED_ROUNDS, ROUTED_LOAD = 3, 0.8
+STREAMS, STORM_PROMPT_TOKENS, STORM_TOKENS = 300, 48, 16
 SLOW_BYTES_PER_S, SLOW_ROUNDS, SLOW_LOAD = 2_000_000, 3, 0.3
 
 
@@ -227,7 +229,7 @@ async def with_slow_link(bench: Bench) -> Outcome:
 
 
 def conversation(bench: Bench, number: int) -> list[tuple[float, list[int]]]:
-    """Return what is said in each turn, and after how many pauses: a beginning of any
+    """Return what is said in each turn, and how many pauses follow: a beginning of any
     length, most of them short as in published traces, and then a little.
     """
     generator = random.Random(number)
@@ -241,31 +243,78 @@ def conversation(bench: Bench, number: int) -> list[tuple[float, list[int]]]:
     return turns
 
 
-async def converse(bench: Bench, server: Vllm, salt: str, pause_s: float) -> tuple[list[float], list[str]]:
-    """Hold several conversations at a time; return when first tokens came, and all
-    answers. Others have nothing of these, for they have another salt.
+async def converse(
+    bench: Bench, server: Vllm, salt: str, token_s: float, turn_s: float
+) -> tuple[list[float], list[str]]:
+    """Hold conversations that begin one by one; return when first tokens came, and all
+    answers. Others have nothing of these, for they have another salt. An engine needs
+    `token_s` for a token of a prompt and `turn_s` for an answer: so conversations begin
+    that two engines have this load of.
     """
     times: list[float] = []
     answers = [""] * CONVERSATIONS
+    said = [conversation(bench, number) for number in range(CONVERSATIONS)]
+    work_s = sum(turn_s + len(words) * token_s for turns in said for _, words in turns)
+    generator = random.Random(SEED)
 
     async def hold(number: int) -> None:
         prompt: list[int] = []
-        for pauses, said in conversation(bench, number):
-            await trio.sleep(pauses * pause_s)
-            prompt += said
+        for pauses, words in said[number]:
+            prompt += words
             took_s, answer = await bench.streamed(server, prompt, TURN_TOKENS, salt)
             times.append(took_s)
             answers[number] += answer + "\n"
             bench.advance(1 / CONVERSATIONS / TURNS)
+            await trio.sleep(pauses * token_s * bench.tokens)
 
     async with trio.open_nursery() as nursery:
         for number in range(CONVERSATIONS):
             nursery.start_soon(hold, number)
+            await trio.sleep(generator.expovariate(1) * work_s / CONVERSATIONS / (2 * ROUTED_LOAD))
     return times, answers
 
 
+class Storm(NamedTuple):
+    """What became of streams that began at once: they came to their end, broke off, or
+    got not a single byte.
+    """
+
+    whole: int
+    broken: int
+    lost: int
+
+
+async def storm(bench: Bench, server: Vllm, *, kill: Vllm | None = None) -> Storm:
+    """Ask many short prompts at once; when a third of them have begun, kill a vLLM."""
+    begun = whole = broken = lost = 0
+
+    async def ask(number: int) -> None:
+        nonlocal begun, whole, broken, lost
+        has_begun = False
+        try:
+            prompt = bench.prompt(f"storm {number}")[:STORM_PROMPT_TOKENS]
+            async with bench.stream(server, prompt, STORM_TOKENS, "storm") as answer:
+                has_begun, begun = True, begun + 1
+                if kill is not None and begun == STREAMS // 3:
+                    await kill.program.kill()
+                said = await answer.rest(1 << 24)
+            whole += said.endswith(b"data: [DONE]\n\n")
+            broken += not said.endswith(b"data: [DONE]\n\n")
+        except (EngineFailed, ProgramError):
+            broken += has_begun
+            lost += not has_begun
+
+    async with trio.open_nursery() as nursery:
+        for number in range(STREAMS):
+            nursery.start_soon(ask, number)
+    bench.advance(1)
+    return Storm(whole, broken, lost)
+
+
 async def with_routed(bench: Bench) -> Outcome:
-    """Conversations over the same two vLLMs, a core for each, by two policies."""
+    """Conversations over the same two vLLMs, a core for each, by two policies. Then many
+    streams at once, and once more while a vLLM is killed.
+    """
     means: dict[str, list[float]] = {"soonest": [], "round-robin": []}
     told: list[list[str]] = []
     async with bench.store(share=4) as store:
@@ -275,20 +324,33 @@ async def with_routed(bench: Bench) -> Outcome:
             bench.vllm(connector(url), core=1) as other,
         ):
             alone_s, _ = await bench.streamed(one, bench.prompt("alone"), 1, "alone")
+            began = trio.current_time()
+            await bench.streamed(one, bench.prompt("short")[:BLOCK_TOKENS], TURN_TOKENS, "alone")
+            turn_s = trio.current_time() - began
             for number in range(ROUTED_ROUNDS):
                 for policy in list(means) if number % 2 else reversed(means):
                     bench.tell(f"routed, {policy}, {number + 1} of {ROUTED_ROUNDS}")
                     flags = ["--store", url, "--engine", one.url, "--engine", other.url, "--policy", policy]
                     async with bench.router(*flags) as router:
-                        times, answers = await converse(bench, router, f"{policy} {number}", alone_s)
+                        times, answers = await converse(
+                            bench, router, f"{policy} {number}", alone_s / bench.tokens, turn_s
+                        )
                     means[policy].append(statistics.fmean(times))
                     told.append(answers)
+            async with bench.router("--store", url, "--engine", one.url, "--engine", other.url) as router:
+                bench.tell(f"routed, {STREAMS} streams")
+                calm = await storm(bench, router)
+                bench.tell(f"routed, {STREAMS} streams, and a vLLM is killed")
+                killed = await storm(bench, router, kill=other)
     ratio = statistics.median(map(truediv, means["soonest"], means["round-robin"]))
     same = all(answers == told[0] for answers in told)
     each = "; ".join(f"{name}: {', '.join(f'{mean:.2f}' for mean in found)}" for name, found in means.items())
     text = f"{CONVERSATIONS} conversations of {TURNS} turns over two vLLMs: the mean time to the first token by"
     text += f" soonest is {ratio:.2f} of that by round robin (s {each}), {'the same' if same else 'OTHER'} answers"
-    return Outcome([], {"soonest / round-robin": ratio, "same": same}, text, failed=not same)
+    text += f"; of {STREAMS} streams at once, {calm.whole} came to their end, and {killed.whole} while a vLLM was"
+    text += f" killed, {killed.broken} broke off with it, and {killed.lost} were lost"
+    figures: dict[str, float] = {"soonest / round-robin": ratio, "same": same, **killed._asdict()}
+    return Outcome([], figures, text, failed=not same or calm.whole < STREAMS or bool(killed.lost))
 
 
 async def ask_all(
@@ -393,7 +455,7 @@ WAYS: dict[str, tuple[Callable[[Bench], Awaitable[Outcome]], float]] = {
     "disk": (with_disk, 4),
     "windows": (with_windows, 4),
     "pair": (with_pair, 4),
-    "routed": (with_routed, 2 + 2 * ROUTED_ROUNDS),
+    "routed": (with_routed, 4 + 2 * ROUTED_ROUNDS),
     "slow-link": (with_slow_link, 16),
     "kill": (with_kill, 3),
     "overhead": (with_overhead, 2 + 2 * OVERHEAD_ROUNDS),

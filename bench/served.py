@@ -19,7 +19,7 @@ from typing import Any, NamedTuple
 import trio
 
 from infinistore.routing import Address, HttpLimits
-from infinistore.routing.http import Asked, asking
+from infinistore.routing.http import Answer, Asked, asking
 from programs import Program, ProgramError, free_port, running
 from small_llama import VOCABULARY
 
@@ -193,20 +193,31 @@ class Bench:
         generator = random.Random(name)
         return [generator.randrange(VOCABULARY) for _ in range(self.tokens)]
 
-    async def streamed(self, server: Vllm, prompt: list[int], tokens: int, salt: str) -> tuple[float, str]:
-        """Ask one prompt; return when the first token came, in seconds, and the answer.
-        ProgramError if the request fails.
+    @asynccontextmanager
+    async def stream(self, server: Vllm, prompt: list[int], tokens: int, salt: str) -> AsyncIterator[Answer]:
+        """Ask one prompt. It has begun when the first byte has come.
+
+        Raises:
+            EngineFailed: no byte came, or not all.
+            ProgramError: it was refused.
         """
         asked = {"model": MODEL, "prompt": prompt, "max_tokens": tokens, "temperature": 0, "ignore_eos": True}
         body = json.dumps({**asked, "stream": True, "cache_salt": salt}).encode()
         request = Asked(b"POST", b"/v1/completions", [(b"content-type", b"application/json")], body)
-        began = trio.current_time()
         async with asking(Address.of(server.url), request, HttpLimits()) as answer:
-            first = await answer.piece()
+            if answer.status != 200:
+                text = (await answer.rest(1 << 24)).decode()
+                raise ProgramError(f"a stream failed: {text[:300]}; the log of the server is {server.program.log}")
+            yield answer
+
+    async def streamed(self, server: Vllm, prompt: list[int], tokens: int, salt: str) -> tuple[float, str]:
+        """Ask one prompt; return when the first token came, in seconds, and the answer.
+        Errors are those of `stream`.
+        """
+        began = trio.current_time()
+        async with self.stream(server, prompt, tokens, salt) as answer:
             took_s = trio.current_time() - began
-            text = (first + await answer.rest(1 << 24)).decode()
-        if answer.status != 200:
-            raise ProgramError(f"a stream failed: {text[:300]}; the log of the server is {server.program.log}")
+            text = (await answer.rest(1 << 24)).decode()
         parts = [json.loads(line[6:]) for line in text.splitlines() if line.startswith("data: {")]
         return took_s, "".join(part["choices"][0]["text"] for part in parts if part["choices"])
 
