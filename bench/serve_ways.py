@@ -27,7 +27,7 @@ OVERHEAD_AT_LEAST = 2
 """Rounds of each, however long they take."""
 PAIR_TOKENS = 8
 CONVERSATIONS, TURNS, TURN_TOKENS = 24, 10, 4
-ROUTED_ROUNDS, ROUTED_LOAD = 3, 0.8
+ROUTED_ROUNDS, ROUTED_LOAD, ROUTED_STEP_TOKENS = 5, 0.9, 256
 STREAMS, STORM_PROMPT_TOKENS, STORM_TOKENS = 300, 48, 16
 SLOW_BYTES_PER_S, SLOW_ROUNDS, SLOW_LOAD = 2_000_000, 3, 0.3
 
@@ -314,14 +314,18 @@ async def storm(bench: Bench, server: Vllm, *, kill: Vllm | None = None) -> Stor
 async def with_routed(bench: Bench) -> Outcome:
     """Conversations over the same two vLLMs, a core for each, by two policies. Then many
     streams at once, and once more while a vLLM is killed.
+
+    A step computes few tokens beside those of a long prompt, as on a GPU. Else it takes
+    seconds, and what comes or is loaded meanwhile waits for its end wherever it goes.
     """
+    step = ("--max-num-batched-tokens", str(ROUTED_STEP_TOKENS))
     means: dict[str, list[float]] = {"soonest": [], "round-robin": []}
     told: list[list[str]] = []
     async with bench.store(share=4) as store:
         url = f"infinistore://{store.address}"
         async with (
-            bench.vllm(connector(url), core=0) as one,
-            bench.vllm(connector(url), core=1) as other,
+            bench.vllm(connector(url), *step, core=0) as one,
+            bench.vllm(connector(url), *step, core=1) as other,
         ):
             alone_s, _ = await bench.streamed(one, bench.prompt("alone"), 1, "alone")
             began = trio.current_time()
