@@ -16,6 +16,7 @@ import trio
 from infinistore.aio import AsyncStore
 from infinistore.blocking import BlockingStore
 from infinistore.errors import InfiniStoreException
+from tests.asking import until
 from tests.bad_days.clients import KINDS, run_with_store
 from tests.bad_days.faults import Action, Direction, Fault, Proxy
 from tests.bad_days.operations import OLD, OPERATIONS, check_contents, outcome, prepare, works_again
@@ -158,9 +159,13 @@ def test_stores_that_cannot_be_opened_leave_nothing_behind(kind: str, proxy: Pro
                 run_with_store(kind, proxy.url, nothing)
 
     try_to_open(30)
-    before = Count()
-    try_to_open(60)
     proxy.wait_for_ends()
-    after = Count()
-    assert after.descriptors <= before.descriptors and after.threads <= before.threads
-    assert after.blocks - before.blocks < 300
+    before = Count()
+
+    def is_as_before() -> bool:
+        after = Count()
+        return after.descriptors <= before.descriptors and after.threads <= before.threads
+
+    try_to_open(60)
+    until(is_as_before)  # the proxy may still accept, and close, a connection whose client has given up
+    assert Count().blocks - before.blocks < 300
