@@ -284,8 +284,10 @@ class Storm(NamedTuple):
     lost: int
 
 
-async def storm(bench: Bench, server: Vllm, *, kill: Vllm | None = None) -> Storm:
-    """Ask many short prompts at once; when a third of them have begun, kill a vLLM."""
+async def storm(bench: Bench, server: Vllm, salt: str, *, kill: Vllm | None = None) -> Storm:
+    """Ask many short prompts at once; when a third of them have begun, kill a vLLM.
+    Nobody has anything of a prompt with another salt.
+    """
     begun = whole = broken = lost = 0
 
     async def ask(number: int) -> None:
@@ -293,13 +295,14 @@ async def storm(bench: Bench, server: Vllm, *, kill: Vllm | None = None) -> Stor
         has_begun = False
         try:
             prompt = bench.prompt(f"storm {number}")[:STORM_PROMPT_TOKENS]
-            async with bench.stream(server, prompt, STORM_TOKENS, "storm") as answer:
+            async with bench.stream(server, prompt, STORM_TOKENS, salt) as answer:
                 has_begun, begun = True, begun + 1
                 if kill is not None and begun == STREAMS // 3:
                     await kill.program.kill()
                 said = await answer.rest(1 << 24)
-            whole += said.endswith(b"data: [DONE]\n\n")
-            broken += not said.endswith(b"data: [DONE]\n\n")
+            is_whole = said.endswith(b"data: [DONE]\n\n")
+            whole += is_whole
+            broken += not is_whole
         except (EngineFailed, ProgramError):
             broken += has_begun
             lost += not has_begun
@@ -343,9 +346,9 @@ async def with_routed(bench: Bench) -> Outcome:
                     told.append(answers)
             async with bench.router("--store", url, "--engine", one.url, "--engine", other.url) as router:
                 bench.tell(f"routed, {STREAMS} streams")
-                calm = await storm(bench, router)
+                calm = await storm(bench, router, "calm")
                 bench.tell(f"routed, {STREAMS} streams, and a vLLM is killed")
-                killed = await storm(bench, router, kill=other)
+                killed = await storm(bench, router, "killed", kill=other)
     ratio = statistics.median(map(truediv, means["soonest"], means["round-robin"]))
     same = all(answers == told[0] for answers in told)
     each = "; ".join(f"{name}: {', '.join(f'{mean:.2f}' for mean in found)}" for name, found in means.items())
