@@ -25,8 +25,9 @@ The ways:
     routed      conversations of ten turns over two vLLMs and a store, behind
                 `infinistore route`: soonest and round robin, in turns; then 300 streams
                 at once, twice, and a vLLM is killed by SIGKILL
-    slow-link   a store that gives 2 MB/s, and a vLLM that chooses whether it loads
-                ("load": "faster"), that always loads, and that has no store
+    slow-link   a link of 2 MB/s to the store, and a vLLM that chooses whether it loads
+                ("load": "faster"), that always loads, and that has no store; all ways
+                run in a network namespace then, where tc limits loopback
     kill        the store dies by SIGKILL while requests wait, and starts again empty:
                 no request fails, and the same vLLM stores and finds blocks again
     overhead    nothing to reuse: rounds with the connector and without, in turns
@@ -55,6 +56,7 @@ from programs import ProgramError
 from serve_wanted import WANTED, misses
 from serve_ways import OVERHEAD_AT_LEAST, WAYS, Outcome
 from served import BLOCK_TOKENS, Bench
+from slow_link import enter_own_network
 
 COLUMNS = ("way", "", "TTFT mean, s", "median", "p99", "cold / warm", "prompts/s", "hits", "same answers")
 
@@ -198,6 +200,12 @@ def main() -> int:
     that is checked is worse than wanted."""
     given = parse()
     console = Console(stderr=True)
+    if "slow-link" in given.ways:
+        try:
+            enter_own_network()
+        except ProgramError as refused:
+            console.print(f"gave up: {refused}", markup=False)
+            return 1
     with ExitStack() as stack:
         folder = given.logs or Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="serve-bench-")))
         folder.mkdir(parents=True, exist_ok=True)

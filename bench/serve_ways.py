@@ -2,11 +2,9 @@
 what they are.
 """
 
-import hashlib
 import json
 import math
 import random
-import signal
 import statistics
 from collections.abc import Awaitable, Callable
 from operator import truediv
@@ -19,6 +17,7 @@ import infinistore
 from infinistore.routing.http import EngineFailed
 from programs import ProgramError, free_port
 from served import BLOCK_TOKENS, SEED, Bench, Round, Vllm, cluster
+from slow_link import slow_down, speed_up
 
 __all__ = ["OVERHEAD_AT_LEAST", "WAYS", "Outcome", "Row"]
 
@@ -168,57 +167,53 @@ async def with_pair(bench: Bench) -> Outcome:
 
 
 async def with_slow_link(bench: Bench) -> Outcome:
-    """All is stored, and then the store gives little a second: vLLM that always loads,
+    """All is stored, and then the link to the store is slow: vLLM that always loads,
     that chooses, and without a store; and how long after that until it loads again.
     Prompts come one by one, so that an engine without a store has little to do.
     """
-    token, tenants = bench.folder / "token", bench.folder / "tenants.json"
-    token.write_text("engines." + "s" * 43)
-    token.chmod(0o600)
-    hashed = hashlib.sha256(token.read_bytes()).hexdigest()
-
-    def allow(bytes_per_s: int) -> None:
-        engines = {"tokens": [f"sha256:{hashed}"], "bytes_per_s": bytes_per_s}
-        tenants.write_text(json.dumps({"tenants": {"engines": engines}}))  # which is YAML, too
-
-    allow(1 << 40)
     alone = "--no-enable-prefix-caching"
-    async with bench.store("--tenants", str(tenants)) as store:
-        url = f"infinistore://{store.address}?transport=inline&token_file={token}"
+    async with bench.store() as store:
+        url = f"infinistore://{store.address}?transport=inline"
         settings = connector(url)
         faster = {**settings, "kv_connector_extra_config": {"url": url, "load": "faster"}}
+
+        async def rounds(what: str, server: Vllm) -> list[Round]:
+            return [await bench.round(f"slow link, {what}", server, prompts_a_s=rate) for _ in range(SLOW_ROUNDS)]
+
         async with bench.vllm(settings, alone, unbound=True) as server:
             alone_s, _ = await bench.streamed(server, bench.prompt("alone"), 1, "alone")
             rate = SLOW_LOAD / alone_s
             await bench.round("slow link, all is stored", server)
-            loaded = await bench.round("slow link, before it is slow", server, prompts_a_s=rate)
+            loaded = await rounds("before it is slow", server)
         async with bench.vllm(faster, alone, unbound=True) as server:
             await bench.round("slow link, all is found", server)
-            chosen = await bench.round("slow link, chosen before it is slow", server, prompts_a_s=rate)
-            allow(SLOW_BYTES_PER_S)
-            store.program.tell(signal.SIGHUP)
+            chosen = await rounds("chosen before it is slow", server)
+            slow_down(store.port, SLOW_BYTES_PER_S)
             await bench.round("slow link, learning", server, prompts_a_s=rate)
-            rounds = [await bench.round("slow link, chosen", server, prompts_a_s=rate) for _ in range(SLOW_ROUNDS)]
-            allow(1 << 40)
-            store.program.tell(signal.SIGHUP)
-            began, back = trio.current_time(), 0
+            chosen_slow = await rounds("chosen", server)
+            speed_up()
+            began, back = trio.current_time(), False
             while not back and trio.current_time() - began < 180:
                 back = (await bench.round("slow link, fast again", server, prompts_a_s=rate)).hits > 0.5
             back_s = trio.current_time() - began
         async with bench.vllm(None, alone, unbound=True) as server:
-            computed = [await bench.round("slow link, computed", server, prompts_a_s=rate) for _ in range(SLOW_ROUNDS)]
-        allow(SLOW_BYTES_PER_S)
-        store.program.tell(signal.SIGHUP)
+            computed = await rounds("computed", server)
+        slow_down(store.port, SLOW_BYTES_PER_S)
         async with bench.vllm(settings, alone, unbound=True) as server:
             always = await bench.round("slow link, always loaded", server, prompts_a_s=rate)
-    mean, floor = (statistics.median(one.ttft_mean_s for one in found) for found in (rounds, computed))
+        speed_up()
+
+    def mean_s(found: list[Round]) -> float:
+        return statistics.median(one.ttft_mean_s for one in found)
+
     rows = [Row("slow link", "computed", computed[0], True)]
-    shown = {"loaded, fast": loaded, "chosen, fast": chosen, "chosen, slow": rounds[-1], "loaded, slow": always}
+    shown = {"loaded, fast": loaded[-1], "chosen, fast": chosen[-1]}
+    shown |= {"chosen, slow": chosen_slow[-1], "loaded, slow": always}
     rows += [Row("slow link", what, made, made.answers == computed[0].answers) for what, made in shown.items()]
     figures = {
-        "chosen / computed": mean / floor,
-        "always / computed": always.ttft_mean_s / floor,
-        "chosen / always, fast": chosen.ttft_mean_s / loaded.ttft_mean_s,
+        "chosen / computed": mean_s(chosen_slow) / mean_s(computed),
+        "always / computed": always.ttft_mean_s / mean_s(computed),
+        "chosen / always, fast": mean_s(chosen) / mean_s(loaded),
         "back after s": back_s,
     }
     text = f"over {SLOW_BYTES_PER_S / 1e6:g} MB/s, the first token takes {figures['chosen / computed']:.2f} times as"
