@@ -276,7 +276,8 @@ def _differences(value: bytes, own: Mapping[str, str]) -> str:
     told = "; ".join(
         f"{_WORDS.get(name, name)} {_short(facts.get(name))}, here {_short(own.get(name))}" for name in differing
     )
-    return f"{told} (start both with the same --tensor-parallel-size)" if _SHARDS in differing else told
+    same = "start both with the same --tensor-parallel-size, or set shards to the same number in both"
+    return f"{told} ({same})" if _SHARDS in differing else told
 
 
 def _short(value: object) -> str:

@@ -246,7 +246,7 @@ class InfiniStoreConnector(KVConnectorBase_V1, SupportsHMA):
             )
             self._background.start(announcement.renewing())
         else:
-            shard, replica = divmod(get_tensor_model_parallel_rank(), kv_cache_config.kv_tp_replicas)
+            rank, replica = divmod(get_tensor_model_parallel_rank(), kv_cache_config.kv_tp_replicas)
             self._worker = WorkerSide(
                 store,
                 layout.names,
@@ -254,7 +254,7 @@ class InfiniStoreConnector(KVConnectorBase_V1, SupportsHMA):
                 record,
                 groups=layout.groups,
                 layers=layout.labels,
-                shard=shard,
+                shards=layout.shards_of(rank),
                 writes=replica == 0,
                 delivers=not transfer.is_kv_consumer,
                 observations=self._observed,

@@ -20,7 +20,7 @@ engine, and after a restart. Requests with them are computed as without a store,
 
 import logging
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from typing import TYPE_CHECKING, Any, Final
 
 import attrs
@@ -318,6 +318,8 @@ class Layout:
     names: BlockNames
     labels: dict[str, str]
     """The label of each layer, by its name."""
+    ranks: int
+    """How many ranks have a part of each layer of their own."""
     obstacle: str = ""
 
     @classmethod
@@ -332,7 +334,8 @@ class Layout:
         """Return the layout of an engine's KV cache.
 
         Raises:
-            ConfigError: the blocks are spread over workers.
+            ConfigError: the blocks are spread over workers, or a layer cannot be stored
+                as so many shards.
         """
         parallel = vllm_config.parallel_config
         if parallel.decode_context_parallel_size > 1 or parallel.prefill_context_parallel_size > 1:
@@ -354,8 +357,21 @@ class Layout:
                 groups.append(_group(index, spec, tuple(labels[name] for name in spec.layer_names)))
         if obstacle:
             groups = []
-        names = _names(vllm_config, kv_cache_config, settings, groups, labels, weights=weights, clustered=clustered)
-        return cls(tuple(groups), names, labels, obstacle)
+        ranks = parallel.tensor_parallel_size // kv_cache_config.kv_tp_replicas
+        if groups and settings.shards:
+            _check_shards(settings.shards, ranks, [spec for _, spec in stored])
+        names = _names(
+            *(vllm_config, kv_cache_config, settings, groups, labels),
+            shards=settings.shards or ranks,
+            weights=weights,
+            clustered=clustered,
+        )
+        return cls(tuple(groups), names, labels, ranks, obstacle)
+
+    def shards_of(self, rank: int) -> range:
+        """Return which shards of each layer a rank has."""
+        each = self.names.shards // self.ranks
+        return range(rank * each, (rank + 1) * each)
 
 
 def announced_blocks(
@@ -373,7 +389,7 @@ def announced_blocks(
         return None
     stored = [kv_cache_config.kv_cache_groups[index] for index in kv_cache_config.transfer_group_ids]
     rank_bytes = sum(_token_bytes(one) for one in stored)
-    ranks = layout.names.shards * vllm_config.parallel_config.pipeline_parallel_size
+    ranks = layout.ranks * vllm_config.parallel_config.pipeline_parallel_size
     return AnnouncedBlocks(
         attrs.evolve(layout.names, layers=group.layers),
         group.block_tokens,
@@ -424,6 +440,30 @@ def _obstacle(group: "KVCacheGroupSpec") -> str:
     return "" if group.kv_cache_spec.prefix_cacheable else "vLLM cannot take a part of it from a cache"
 
 
+def _check_shards(shards: int, ranks: int, groups: Iterable["KVCacheGroupSpec"]) -> None:
+    """Check that each rank has whole shards, each of which is some heads with their
+    keys and values.
+    """
+    setting = "kv_connector_extra_config: shards"
+    if shards % ranks:
+        raise ConfigError(
+            f"{setting} must be a multiple of {ranks}, the number of ranks with KV heads of their own, not {shards}"
+        )
+    each = shards // ranks
+    for spec in (spec for group in groups for spec in _specs(group)) if each > 1 else ():
+        heads = getattr(spec, "num_kv_heads", 0)
+        if isinstance(spec, MambaSpec) or spec.num_heads != heads:
+            raise ConfigError(
+                f"{setting} must be {ranks} or left out: layers of the kind {type(spec).__name__} have no KV heads that"
+                " could be stored apart"
+            )
+        if heads % each:
+            raise ConfigError(
+                f"{setting} must divide the {ranks * heads} KV heads of a layer, and be a multiple of {ranks}, the"
+                f" number of ranks with KV heads of their own, not {shards}"
+            )
+
+
 def _kind(spec: Any) -> tuple[int, int, bool, int]:
     """Return window, chunk, whether it is a state, and the block size."""
     window = spec.sliding_window + spec.extra_retained_tokens if isinstance(spec, SlidingWindowSpec) else 0
@@ -445,6 +485,7 @@ def _names(
     groups: list[LayerGroup],
     labels: dict[str, str],
     *,
+    shards: int,
     weights: str,
     clustered: bool,
 ) -> BlockNames:
@@ -453,7 +494,6 @@ def _names(
     If `clustered`, as many blocks as have `group_tokens` are on one node of a cluster.
     """
     model = settings.model or vllm_config.model_config.model
-    shards = vllm_config.parallel_config.tensor_parallel_size // kv_cache_config.kv_tp_replicas
     unit = max(1, LayerGroups(groups).hash_tokens)
     attention = vllm_config.attention_config
     facts = {

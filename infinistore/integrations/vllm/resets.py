@@ -42,22 +42,22 @@ _AGAIN_S: Final = 1.0
 @attrs.frozen
 class _Write:
     ticket: Ticket
-    label: str
     hashes: Sequence[str]
+    shard: int
+    label: str
 
 
 class LateWrites:
     """The writes of one worker in its last steps. One thread uses it.
 
-    `key_of` returns the key of a block in a layer, by the block's hash and the layer's
-    label.
+    `key_of` returns the key of a block, by its hash, the shard and the layer's label.
     """
 
     def __init__(
         self,
         store: BlockingStore,
         record: Record,
-        key_of: Callable[[str, str], str],
+        key_of: Callable[[str, int, str], str],
         *,
         background: Background,
         clock: Callable[[], float] = time.monotonic,
@@ -88,9 +88,9 @@ class LateWrites:
         while len(self._steps) > _STEPS and all(write.ticket.done for write in self._steps[0]):
             self._steps.popleft()
 
-    def wrote(self, ticket: Ticket, label: str, hashes: Sequence[str]) -> None:
-        """Note a write of this step: these blocks of a layer."""
-        self._steps[-1].append(_Write(ticket, label, hashes))
+    def wrote(self, ticket: Ticket, hashes: Sequence[str], shard: int, label: str) -> None:
+        """Note a write of this step: these blocks of a shard of a layer."""
+        self._steps[-1].append(_Write(ticket, hashes, shard, label))
 
     def take_past(self) -> int:
         """Return the number of the last reset, once this worker is past it; else 0."""
@@ -124,7 +124,7 @@ class LateWrites:
         """
         keys = list(
             dict.fromkeys(
-                self._key_of(block_hash, write.label)
+                self._key_of(block_hash, write.shard, write.label)
                 for write in late
                 if not write.ticket.dropped
                 for block_hash in write.hashes

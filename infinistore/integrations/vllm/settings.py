@@ -46,6 +46,7 @@ _NAME = must_be(
 )
 _TIME = must_be("a number of seconds above 0, at most 1e6", lambda value: is_time(value, 1e6))
 _COUNT = must_be("a whole number above 0", lambda value: _is_whole(value) and value > 0)
+_COUNT_OR_NONE = must_be("a whole number, at least 0", lambda value: _is_whole(value) and value >= 0)
 _PATH = must_be("the path of a file", lambda value: isinstance(value, str) and "\0" not in value)
 _ENGINE_URL = must_be(
     'the URL at which clients reach this engine, such as "http://10.0.0.1:8000", of at most 200 characters, or empty',
@@ -79,6 +80,10 @@ class ConnectorSettings(RetentionSettings):
     """How long the scheduler may wait for a lookup."""
     hold_s: float = attrs.field(default=30.0, validator=_TIME)
     """How long found blocks are held until they are read."""
+    shards: int = attrs.field(default=0, validator=_COUNT_OR_NONE)
+    """As how many shards each layer is stored, by its KV heads. Engines with the same
+    number share blocks; it is a multiple of their tensor parallel sizes. Default: 0,
+    one for each rank with heads of its own."""
     group_tokens: int = attrs.field(default=1024, validator=_COUNT)
     """In a cluster, so many tokens in a row are on one node. Part of every key."""
     boundary_tokens: int = attrs.field(default=1024, validator=_COUNT)

@@ -44,9 +44,12 @@ if TYPE_CHECKING:
 
 @attrs.frozen
 class LayerCache:
-    """The KV cache of a layer as bytes: block i is contiguous at i * `stride_bytes`."""
+    """One shard of the KV cache of a layer as bytes: that of block i is contiguous at
+    i * `stride_bytes`.
+    """
 
     label: str
+    shard: int
     memory: "torch.Tensor"
     view: memoryview | None
     """The same memory, if it is the host's."""
@@ -66,32 +69,55 @@ class LayerCache:
         return torch.cat([self.memory[start : start + self.block_bytes] for start in starts])
 
     @classmethod
-    def of(cls, name: str, label: str, cache: "torch.Tensor | None", num_blocks: int) -> "LayerCache":
-        """View a layer's tensor, whose first dimension counts blocks, as blocks.
+    def of(
+        cls, name: str, label: str, cache: "torch.Tensor | None", num_blocks: int, shards: range
+    ) -> "list[LayerCache]":
+        """View a layer's tensor, whose first dimension counts blocks and whose second
+        one counts heads, as blocks of these shards.
 
         Raises:
-            ConfigError: a block is not contiguous.
+            ConfigError: a shard of a block is not contiguous.
         """
         import torch
 
         if not isinstance(cache, torch.Tensor) or cache.shape[0] == 0 or cache.shape[0] % num_blocks:
             raise ConfigError(f"the KV cache of {name} does not consist of {num_blocks} blocks; it cannot be stored")
         cache = cache.view(num_blocks, -1, *cache.shape[1:])  # a kernel may cut a block into several
+        if len(shards) == 1:
+            return [cls._of(f"a block of {name}", label, shards[0], cache)]
+        if cache.dim() != 5 or cache.shape[2] % len(shards):
+            raise ConfigError(
+                f"the KV heads of {name} cannot be told apart; leave shards out of kv_connector_extra_config"
+            )
+        heads = cache.chunk(len(shards), 2)
+        return [
+            cls._of(f"a shard of a block of {name}", label, shard, part)
+            for shard, part in zip(shards, heads, strict=True)
+        ]
+
+    @classmethod
+    def _of(cls, what: str, label: str, shard: int, cache: "torch.Tensor") -> "LayerCache":
+        import torch
+
         size = cache.element_size()
         block_bytes = math.prod(cache.shape[1:]) * size
         spanned = 1 + sum((n - 1) * stride for n, stride in zip(cache.shape[1:], cache.stride()[1:], strict=True))
         if spanned * size != block_bytes:
             raise ConfigError(
-                f"a block of {name} is scattered over memory; choose a KV cache layout in which it is not, by the"
-                " environment variable VLLM_KV_CACHE_LAYOUT=LBHNC"
+                f"{what} is scattered over memory; choose a KV cache layout in which it is not, by the environment"
+                " variable VLLM_KV_CACHE_LAYOUT=LBHNC"
             )
         stride_bytes = cache.stride(0) * size
-        length = (num_blocks - 1) * stride_bytes + block_bytes
+        length = (len(cache) - 1) * stride_bytes + block_bytes
         memory = torch.empty(0, dtype=torch.uint8, device=cache.device)
         memory.set_(cache.untyped_storage(), cache.storage_offset() * size, (length,), (1,))
         array: Any = memory.numpy() if memory.device.type == "cpu" else None
         view = None if array is None else memoryview(array)
-        return cls(label, memory, view, block_bytes, stride_bytes)
+        return cls(label, shard, memory, view, block_bytes, stride_bytes)
+
+
+_Keys = Mapping[tuple[str, int], Sequence[str]]
+"""The keys of blocks, by the label of a layer and the shard of it."""
 
 
 @attrs.define(eq=False)
@@ -101,9 +127,9 @@ class _Reading:
     load: Load
     tokens_a_byte: float
     """How many tokens a byte of it spares to compute."""
-    keys: list[dict[str, list[str]]] = attrs.field(factory=list)
-    """For each part, the keys of its blocks by the layer's label. They are made when a
-    hold or the read needs them first."""
+    keys: list[_Keys] = attrs.field(factory=list)
+    """For each part of the load. They are made when a hold or the read needs them
+    first."""
     hold: str = ""
     """The token of the hold on its blocks, if one was placed."""
     read_tokens: float = 0.0
@@ -131,7 +157,7 @@ class WorkerSide:
     """A worker's half of the connector. vLLM's thread calls it; others move blocks.
 
     `groups` are the groups of layers, and `layers` the names of all of them with their
-    labels. `shard` is this worker's part of each layer. `writes`: it writes that part
+    labels. `shards` are this worker's part of each layer. `writes`: it writes that part
     (one of the workers with the same part does). `delivers`: a step ends only when its
     blocks are stored, because a decoder elsewhere asks for them.
     """
@@ -145,7 +171,7 @@ class WorkerSide:
         *,
         groups: Sequence[LayerGroup],
         layers: Mapping[str, str],
-        shard: int = 0,
+        shards: range = range(1),
         writes: bool = True,
         delivers: bool = False,
         background: Background,
@@ -159,12 +185,13 @@ class WorkerSide:
         self._groups = LayerGroups(groups)
         self._labels = layers
         self._group_of = {label: number for number, group in enumerate(groups) for label in group.layers}
-        self._shard = shard
+        self._shards = shards
         self._writes = writes
         self._delivers = delivers
         self._deadline_s = settings.deadline_s
         self._record = record
-        self._layers: dict[str, LayerCache] = {}
+        self._layers: dict[str, list[LayerCache]] = {}
+        """The shards of each layer, by its name."""
         self._step = Step()
         self._saved: set[str] = set()
         self.writer = LayerWriter(
@@ -177,9 +204,7 @@ class WorkerSide:
         self.writer.__enter__()
         self._written = self.writer.statistics()
         self._background = background
-        self.late_writes = LateWrites(
-            store, record, lambda block_hash, label: names.key(block_hash, shard, label), background=background
-        )
+        self.late_writes = LateWrites(store, record, names.key, background=background)
         """What is written before a reset of the cache, and may be stored after it."""
         self._saving: dict[str, _Saving] = {}
         self._numbered: dict[int, list[Ticket | None]] = {}
@@ -200,7 +225,7 @@ class WorkerSide:
             ConfigError: its layout is not supported.
         """
         self._layers = {
-            name: LayerCache.of(name, label, caches.get(name), num_blocks)
+            name: LayerCache.of(name, label, caches.get(name), num_blocks, self._shards)
             for name, label in self._labels.items()
             if label in self._group_of
         }
@@ -234,13 +259,15 @@ class WorkerSide:
 
     def save_layer(self, name: str) -> None:
         """Start the saves of a layer that has just been computed."""
-        layer = self._layers.get(name)
-        if layer is None or not self._step.saves or name in self._saved:
+        layers = self._layers.get(name)
+        if layers is None or not self._step.saves or name in self._saved:
             return
         self._saved.add(name)
         for save in self._step.saves:
             saving = self._saving.setdefault(save.request_id, _Saving())
-            if self._writes and save.blocks.group == self._group_of[layer.label]:
+            if not self._writes or save.blocks.group != self._group_of[layers[0].label]:
+                continue
+            for layer in layers:
                 ticket = self._write(layer, save.blocks, save.ttl_s)
                 if save.number:
                     self._numbered.setdefault(save.number, []).append(ticket)
@@ -326,14 +353,14 @@ class WorkerSide:
             self.writer.__exit__(type(error), error, None)
 
     def _layers_of(self, group: int) -> list[LayerCache]:
-        return [layer for layer in self._layers.values() if self._group_of[layer.label] == group]
+        return [layer for of in self._layers.values() for layer in of if self._group_of[layer.label] == group]
 
     def _write(self, layer: LayerCache, blocks: Blocks, ttl_s: float | None) -> Ticket | None:
         memory, stride_bytes, numbers = layer.memory, layer.stride_bytes, blocks.block_ids
         if not self._groups[blocks.group].is_full:
             memory, stride_bytes, numbers = layer.copy(numbers), layer.block_bytes, list(range(len(numbers)))
         places = [
-            (self._names.key(block_hash, self._shard, layer.label), number * stride_bytes)
+            (self._names.key(block_hash, layer.shard, layer.label), number * stride_bytes)
             for block_hash, number in zip(blocks.hashes, numbers, strict=True)
         ]
         for _ in range(2):  # an earlier write's error comes first, and then this one has its turn
@@ -342,7 +369,7 @@ class WorkerSide:
             except (InfiniStoreException, ValueError) as error:
                 self._record.failed("save", error)
             else:
-                self.late_writes.wrote(ticket, layer.label, blocks.hashes)
+                self.late_writes.wrote(ticket, blocks.hashes, layer.shard, layer.label)
                 return ticket
         return None
 
@@ -420,11 +447,13 @@ class WorkerSide:
             with self._record.trying("release of a hold"):
                 self._store.release_hold(hold)
 
-    def _keys(self, reading: _Reading) -> list[dict[str, list[str]]]:
-        """Return the keys of this worker's shard of all blocks of a load."""
+    def _keys(self, reading: _Reading) -> list[_Keys]:
+        """Return the keys of this worker's shards of all blocks of a load."""
         reading.keys = reading.keys or [
             {
-                layer.label: [self._names.key(block_hash, self._shard, layer.label) for block_hash in part.hashes]
+                (layer.label, layer.shard): [
+                    self._names.key(block_hash, layer.shard, layer.label) for block_hash in part.hashes
+                ]
                 for layer in self._layers_of(part.group)
             }
             for part in reading.load.parts
@@ -444,7 +473,7 @@ class WorkerSide:
         )
         return set() if complete else set(load.block_ids)
 
-    def _read_leading(self, reading: _Reading, part: Blocks, keys: Mapping[str, Sequence[str]]) -> int:
+    def _read_leading(self, reading: _Reading, part: Blocks, keys: _Keys) -> int:
         """Read all layers of the leading blocks. Returns how many are complete."""
         good = len(part.hashes)
         for layers in self._batches(part.group, good):
@@ -470,7 +499,7 @@ class WorkerSide:
         reading: _Reading,
         layers: list[LayerCache],
         block_ids: Sequence[int],
-        keys: Mapping[str, Sequence[str]],
+        keys: _Keys,
     ) -> int:
         """Read some layers of the first blocks of a part into these of the cache.
 
@@ -480,17 +509,18 @@ class WorkerSide:
         if layers[0].view is None:
             (layer,) = layers
             offsets = [block_id * layer.stride_bytes for block_id in block_ids]
-            blocks = list(zip(keys[layer.label], offsets, strict=False))
+            of_layer = keys[layer.label, layer.shard]
+            blocks = list(zip(of_layer, offsets, strict=False))
             try:
                 read_blocks(self._store, blocks, layer.block_bytes, layer.memory)
             except BlocksMissing as error:
-                return keys[layer.label].index(error.keys[0])
+                return of_layer.index(error.keys[0])
             self._note_read(reading, count * layer.block_bytes)
             return count
         lengths = self._store.get_many_into(
             (key, layer.block(block_id))
             for layer in layers
-            for key, block_id in zip(keys[layer.label], block_ids, strict=False)
+            for key, block_id in zip(keys[layer.label, layer.shard], block_ids, strict=False)
         )
         wrong = [
             number % count for number, length in enumerate(lengths) if length != layers[number // count].block_bytes

@@ -33,6 +33,7 @@ __all__ = [
 ]
 
 BLOCK_TOKENS = 4
+HEADS = 4
 LAYERS = [f"model.layers.{number}.attn" for number in range(3)]
 FULL = LayerGroup(("0", "1", "2"), BLOCK_TOKENS)
 
@@ -104,12 +105,12 @@ def make_worker(
     return worker
 
 
-def make_cache(seed: int, *, blocks: int = 8) -> dict[str, torch.Tensor]:
+def make_cache(seed: int, *, blocks: int = 8, heads: int = 2) -> dict[str, torch.Tensor]:
     """A KV cache with random contents: [blocks, heads, tokens, content] for
     each layer.
     """
     torch.manual_seed(seed)
-    return {name: torch.randn(blocks, 2, BLOCK_TOKENS, 6) for name in LAYERS}
+    return {name: torch.randn(blocks, heads, BLOCK_TOKENS, 6) for name in LAYERS}
 
 
 def save(worker: WorkerSide, step: Step) -> None:
@@ -127,7 +128,8 @@ def stage_group(layers: Sequence[str]) -> LayerGroup:
 
 class Engine:
     """A scheduler that knows the first stage's layers, as vLLM's does, and a worker for
-    each stage and shard. Its prompts have five full blocks.
+    each stage and rank: as many ranks as shards, unless there are fewer. Its prompts
+    have five full blocks.
     """
 
     def __init__(
@@ -135,25 +137,28 @@ class Engine:
         store: BlockingStore,
         *,
         shards: int = 1,
+        ranks: int = 0,
         stages: Sequence[Sequence[str]] = (LAYERS,),
         **options: Any,
     ) -> None:
+        ranks = ranks or shards
+        each = shards // ranks
         self.names = make_names(shards=shards)
         groups = (stage_group(stages[0]),)
         self.scheduler: SchedulerSide = make_scheduler(store, self.names, groups=groups, **options)
         self.scheduler.learn_layers([{0: stage_group(layers).layers} for layers in stages])
-        self.caches = [make_cache(number) for number in range(len(stages) * shards)]
+        self.caches = [make_cache(number, heads=HEADS // ranks) for number in range(len(stages) * ranks)]
         self.workers: list[WorkerSide] = [
             make_worker(
                 store,
-                {name: self.caches[stage * shards + shard][name] for name in layers},
+                {name: self.caches[stage * ranks + rank][name] for name in layers},
                 self.names,
                 groups=(stage_group(layers),),
                 layers={name: layer_labels(LAYERS)[name] for name in layers},
-                shard=shard,
+                shards=range(rank * each, (rank + 1) * each),
             )
             for stage, layers in enumerate(stages)
-            for shard in range(shards)
+            for rank in range(ranks)
         ]
 
     def write(self, tokens: Sequence[int]) -> None:

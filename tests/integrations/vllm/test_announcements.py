@@ -26,7 +26,7 @@ from infinistore.keys import check_keys
 
 from .halves import ByHand, make_names, make_record
 
-SAME_SIZE = "(start both with the same --tensor-parallel-size)"
+SAME_SIZE = "(start both with the same --tensor-parallel-size, or set shards to the same number in both)"
 
 
 @pytest.fixture(autouse=True)

@@ -96,15 +96,15 @@ def test_a_deletion_that_fails_is_tried_again_and_the_worker_is_not_past_the_res
 ) -> None:
     background = ByHand()
     late = LateWrites(
-        *(store, make_record(), lambda block_hash, label: f"{block_hash}/{label}"),
+        *(store, make_record(), lambda block_hash, _, label: f"{block_hash}/{label}"),
         background=background,
         clock=lambda: background.now,
     )
     store.put_many({"aa/0": b"bytes", "bb/0": b"bytes"})
     ticket: Any = SimpleNamespace(done=True, dropped=False)
     dropped: Any = SimpleNamespace(done=True, dropped=True)
-    late.wrote(ticket, "0", ["aa"])
-    late.wrote(dropped, "0", ["bb"])
+    late.wrote(ticket, ["aa"], 0, "0")
+    late.wrote(dropped, ["bb"], 0, "0")
     late.begin(1)
 
     def fail(keys: object) -> int:
@@ -128,7 +128,9 @@ def test_a_worker_is_past_a_reset_although_a_disk_may_bring_blocks_back(
     store: blocking.BlockingStore, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     background = ByHand()
-    late = LateWrites(*(store, make_record(), lambda block_hash, label: f"{block_hash}/{label}"), background=background)
+    late = LateWrites(
+        *(store, make_record(), lambda block_hash, _, label: f"{block_hash}/{label}"), background=background
+    )
     hashes = [str(number) for number in range(10_001)]  # more than are deleted at once
     delete = store.delete
 
@@ -139,7 +141,7 @@ def test_a_worker_is_past_a_reset_although_a_disk_may_bring_blocks_back(
     monkeypatch.setattr(store, "delete", fail)
     for resets in (1, 2):
         store.put_many({"0/0": b"bytes", "10000/0": b"bytes"})
-        late.wrote(cast("Any", SimpleNamespace(done=True, dropped=False)), "0", hashes)
+        late.wrote(cast("Any", SimpleNamespace(done=True, dropped=False)), hashes, 0, "0")
         late.begin(resets)
         assert late.take_past() == 0
         background.run()

@@ -37,12 +37,14 @@ def together(*layers: Any) -> Any:
     return UniformTypeKVCacheSpecs(block_size=BLOCK, kv_cache_specs=specs)
 
 
-def layout_of(*specs: Any, transferred: bool = True, parallel: dict[str, int] | None = None) -> Any:
+def layout_of(*specs: Any, **given: Any) -> Any:
     """The layout of an engine with a group for each of these."""
-    return engine_of(*specs, transferred=transferred, parallel=parallel)[0]
+    return engine_of(*specs, **given)[0]
 
 
-def engine_of(*specs: Any, transferred: bool = True, parallel: dict[str, int] | None = None, layers: int = 1) -> Any:
+def engine_of(
+    *specs: Any, transferred: bool = True, parallel: dict[str, int] | None = None, layers: int = 1, shards: int = 0
+) -> Any:
     """The layout of an engine, and vLLM's configuration of it and of its cache."""
     from vllm.v1.kv_cache_interface import KVCacheConfig, KVCacheGroupSpec
 
@@ -82,7 +84,7 @@ def engine_of(*specs: Any, transferred: bool = True, parallel: dict[str, int] | 
         for number, spec in enumerate(specs)
     ]
     cache = KVCacheConfig(8, [], groups)
-    settings = ConnectorSettings(url="infinistore://nowhere", namespace="made")  # there are no weights
+    settings = ConnectorSettings(url="infinistore://nowhere", namespace="made", shards=shards)  # there are no weights
     return Layout.of(config, cache, settings), config, cache
 
 
@@ -181,6 +183,45 @@ def test_context_parallelism_is_refused_with_the_flags_to_leave_out(flag: str) -
 
     assert f"--{flag.replace('_', '-')}" in str(raised.value)
     assert "or without the connector" in str(raised.value)
+
+
+@pytest.mark.parametrize(
+    ("kind", "given", "parallel", "shards", "complaint"),
+    [
+        (
+            "FullAttentionSpec",
+            {},
+            4,
+            6,
+            "must be a multiple of 4, the number of ranks with KV heads of their own, not",
+        ),
+        ("FullAttentionSpec", {}, 2, 8, "must divide the 4 KV heads of a layer, and be a multiple of 2, the number of"),
+        (
+            "FullAttentionSpec",
+            {"num_head_slots": 4},
+            1,
+            2,
+            "must be 1 or left out: layers of the kind FullAttentionSpec have no KV",
+        ),
+        ("MambaSpec", {"mamba_cache_mode": "all"}, 1, 2, "must be 1 or left out: layers of the kind MambaSpec have no"),
+    ],
+)
+def test_shards_that_ranks_or_heads_do_not_make_are_refused(
+    kind: str, given: dict[str, Any], parallel: int, shards: int, complaint: str
+) -> None:
+    with pytest.raises(ConfigError, match="kv_connector_extra_config: shards " + complaint):
+        layout_of(layer(kind, **given), parallel={"tensor_parallel_size": parallel}, shards=shards)
+
+
+def test_ranks_of_engines_with_the_same_shards_have_the_same_names() -> None:
+    """Two KV heads for a rank. A single rank, or two with four heads between them."""
+    one = layout_of(layer("FullAttentionSpec", num_kv_heads=4), shards=4)
+    two = layout_of(layer("FullAttentionSpec"), parallel={"tensor_parallel_size": 2}, shards=4)
+    four = layout_of(layer("FullAttentionSpec", num_kv_heads=1), parallel={"tensor_parallel_size": 4})
+
+    assert one.names == two.names == four.names
+    assert [layout.shards_of(layout.ranks - 1) for layout in (one, two, four)] == [range(4), range(2, 4), range(3, 4)]
+    assert layout_of(layer("FullAttentionSpec", num_kv_heads=4)).names.prefix != one.names.prefix
 
 
 LAYER_TOKEN = 2 * 2 * 8 * 4

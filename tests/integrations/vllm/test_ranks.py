@@ -18,6 +18,13 @@ TOKENS = list(range(100, 122))  # five full blocks and two tokens
 STAGES = [LAYERS[:2], LAYERS[2:]]
 
 
+def whole(engine: Engine, stages: list[list[str]], name: str) -> torch.Tensor:
+    """The prompt's blocks of a layer, with the heads of all ranks of its stage."""
+    (stage,) = (number for number, layers in enumerate(stages) if name in layers)
+    ranks = len(engine.workers) // len(stages)
+    return torch.cat([cache[name][:5] for cache in engine.caches[stage * ranks : (stage + 1) * ranks]], 1)
+
+
 @pytest.mark.parametrize(
     ("shards", "stages"), [(2, [LAYERS]), (1, STAGES), (2, STAGES), (3, [LAYERS[:1], *STAGES[1:]])]
 )
@@ -37,6 +44,28 @@ def test_each_rank_stores_and_reads_its_own_part(
             assert torch.equal(other.caches[number][name][:5], one.caches[number][name][:5]), (number, worker)
     one.close()
     other.close()
+
+
+@pytest.mark.parametrize("stages", [[LAYERS], STAGES])
+@pytest.mark.parametrize(("shards", "ranks"), [(2, (1, 2)), (4, (1, 4)), (4, (2, 4)), (4, (1, 2))])
+def test_engines_of_other_tensor_parallel_sizes_read_the_shards_of_each_other(
+    store: blocking.BlockingStore, shards: int, ranks: tuple[int, int], stages: list[list[str]]
+) -> None:
+    for writing, reading in (ranks, ranks[::-1]):
+        one = Engine(store, shards=shards, ranks=writing, stages=stages)
+        other = Engine(store, shards=shards, ranks=reading)
+        one.write(TOKENS)
+        written = {name: whole(one, stages, name) for name in LAYERS}
+        for layer in (layer for cache in other.caches for layer in cache.values()):
+            layer.zero_()
+
+        assert len(store.keys()) == 5 * shards * len(LAYERS)
+        assert other.read(TOKENS) == (20, [set()] * reading)
+        for name in LAYERS:
+            assert torch.equal(whole(other, [LAYERS], name), written[name]), name
+        store.delete(store.keys())
+        one.close()
+        other.close()
 
 
 @pytest.mark.parametrize("layer", ["0", "1", "2"])

@@ -1,5 +1,5 @@
-"""vLLM's MultiConnector with two tiers, and vLLM with two tensor parallel ranks: real
-engines, with the same tokens cold and warm.
+"""vLLM's MultiConnector with two tiers, and vLLM with two tensor parallel ranks and
+with one, on the same store: real engines, with the same tokens cold and warm.
 
 The first tier is another store, or vLLM's own offloading to the CPU's memory, of which
 only the copies are replaced, because they need a GPU (`offloading_on_cpu.py`).
@@ -113,7 +113,7 @@ def test_the_store_has_what_vllms_own_offloading_has_evicted(
         assert store.stats().store.hits >= before + KEYS
 
 
-def test_two_tensor_parallel_ranks_answer_the_same_cold_and_warm(
+def test_one_and_two_tensor_parallel_ranks_answer_the_same_cold_and_warm(
     model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("VLLM_CPU_OMP_THREADS_BIND", "nobind")  # else vLLM asks for a NUMA node for each
@@ -133,6 +133,22 @@ def test_two_tensor_parallel_ranks_answer_the_same_cold_and_warm(
         warm = engine.ask(prompts)
         assert (cached(cold), cached(warm)) == ([0] * 3, [CACHED] * 3)
         assert tokens_of(warm) == tokens_of(cold)
+
+        # One that has all heads reads what the two have written, and writes what they read.
+        alone = Engines(model, tmp_path, stack).start(
+            "alone", "kv_both", {**extra, "shards": 2}, enable_prefix_caching=False
+        )
+        alone.wait_until_ready()
+        read = alone.ask(prompts)
+        assert (cached(read), tokens_of(read)) == ([CACHED] * 3, tokens_of(cold))
+        assert alone.ask([]) == []  # resets its cache, and what the store has of this model
+        assert store.keys("vllm/") == []
+        computed = alone.ask(prompts)
+        assert (cached(computed), tokens_of(computed)) == ([0] * 3, tokens_of(cold))
+        assert stored(alone, store, 2 * KEYS) == keys
+        alone.close()
+        warm = engine.ask(prompts)
+        assert (cached(warm), tokens_of(warm)) == ([CACHED] * 3, tokens_of(cold))
 
         # A part that one rank lacks: a look-up sees it, and all is computed.
         store.delete([key for key in keys if key.endswith("/1/0")])

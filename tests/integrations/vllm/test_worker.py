@@ -14,7 +14,7 @@ from infinistore import blocking
 from infinistore.errors import ConfigError, LimitExceeded, StoreUnavailable
 from infinistore.integrations.vllm.blocks import Blocks, Load, Save, Step
 from infinistore.integrations.vllm.observations import Observations, merged
-from infinistore.integrations.vllm.worker import WorkerSide
+from infinistore.integrations.vllm.worker import LayerCache, WorkerSide
 from tests.bad_days.held import held_after
 from tests.cluster_client.clusters import Member
 
@@ -99,12 +99,12 @@ def test_each_shard_writes_and_reads_its_own_and_one_replica_writes(store: block
     names = make_names(shards=2)
     caches = [make_cache(1), make_cache(2)]
     for shard in range(2):
-        written(store, caches[shard], names=names, shard=shard)
-        written(store, make_cache(9), names=names, shard=shard, writes=False)
+        written(store, caches[shard], names=names, shards=range(shard, shard + 1))
+        written(store, make_cache(9), names=names, shards=range(shard, shard + 1), writes=False)
 
     for shard in range(2):
         target = make_cache(3)
-        assert read(store, target, names=names, shard=shard) == set()
+        assert read(store, target, names=names, shards=range(shard, shard + 1)) == set()
         assert torch.equal(target[LAYERS[0]][TO], caches[shard][LAYERS[0]][FROM])
 
 
@@ -391,6 +391,30 @@ def test_a_cache_without_whole_blocks_is_refused(
     with pytest.raises(ConfigError, match=complaint):
         worker.register({**caches, LAYERS[1]: cache}, 8)  # type: ignore[dict-item]
     worker.close()
+
+
+def test_each_shard_of_a_block_is_its_heads() -> None:
+    cache = torch.randn(8, 4, 4, 6)
+    parts = LayerCache.of("layer", "0", cache, 8, range(2, 4))
+
+    assert [part.shard for part in parts] == [2, 3]
+    for part, heads in zip(parts, (cache[:, :2], cache[:, 2:]), strict=True):
+        assert bytes(part.block(5)) == heads[5].contiguous().numpy().tobytes()
+        assert part.copy([6, 1]).numpy().tobytes() == heads[[6, 1]].contiguous().numpy().tobytes()
+
+
+@pytest.mark.parametrize(
+    ("cache", "complaint"),
+    [
+        (torch.zeros(8, 4, 2, 6).transpose(1, 2), "a shard of a block of layer is scattered over memory"),
+        (torch.zeros(16, 2, 2, 6), "a shard of a block of layer is scattered over memory"),  # each block cut in two
+        (torch.zeros(8, 3, 4, 6), "the KV heads of layer cannot be told apart"),
+        (torch.zeros(8, 2, 4, 2, 6), "the KV heads of layer cannot be told apart"),
+    ],
+)
+def test_a_cache_whose_heads_are_not_apart_has_one_shard_or_none(cache: torch.Tensor, complaint: str) -> None:
+    with pytest.raises(ConfigError, match=complaint):
+        LayerCache.of("layer", "0", cache, 8, range(2))
 
 
 def test_bytes_times_and_failures_are_observed(store: blocking.BlockingStore) -> None:
