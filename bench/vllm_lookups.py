@@ -8,6 +8,10 @@ time of the scheduler's process, and the time of a ping: one `exists` of one key
 same rounds. A request of vLLM is looked up once, and once a second while it waits. What
 is found is loaded, in the next step; what is not is saved, here in two steps of half a
 prompt. `load` and `save` are all of that, the look-up included.
+
+While other requests are computed, a step goes on before a look-up has ended if that
+takes long. `step` is how long it waits for a hit then, the median and the 99th
+percentile, and which share of the hits is known in the same step.
 """
 
 import argparse
@@ -19,6 +23,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from functools import partial
 
@@ -63,7 +68,10 @@ class Model:
         names: BlockNames = block_names({"name": name}, model="bench", namespace="", layers=labels, shards=shards)
         groups = (LayerGroup(labels, block_tokens),)
         record = Record(logging.getLogger("bench"), "of a benchmark")
-        self._scheduler = SchedulerSide(store, names, record, groups=groups, reads=True, writes=True)
+        self._threads = ThreadPoolExecutor(4)
+        self._scheduler = SchedulerSide(
+            *(store, names, record), groups=groups, reads=True, writes=True, in_thread=self._threads.submit
+        )
         self._stored = [random.Random(1).randrange(1 << 17) for _ in range(tokens + 1)]
         self._found = tokens // block_tokens * block_tokens
         self._table = [list(range(1, 1 + tokens // block_tokens))]
@@ -88,6 +96,27 @@ class Model:
     def save(self) -> None:
         """Have one saved that is not."""
         self._schedule([-1 - self._number, *self._stored[1:]], 0)
+
+    def steps(self, rounds: int) -> tuple[float, float, float]:
+        """Return how long a step that computes waits for a hit, in milliseconds, the
+        median and the 99th percentile, and the share of hits that it knows then."""
+        times, known = [], 0
+        for _ in range(rounds):
+            self._scheduler.plan({"running": 1}, (), lambda _: self._table)
+            self._number += 1
+            prompt = Prompt(str(self._number), self._stored, len(self._stored))
+            began = time.perf_counter()
+            found = self._scheduler.loadable_tokens(prompt, 0)
+            times.append(1e3 * (time.perf_counter() - began))
+            known += found is not None
+            self._scheduler.plan({}, (), lambda _: self._table)
+            assert self._scheduler.loadable_tokens(prompt, 0) == self._found
+            self._scheduler.finished(prompt)
+        return statistics.median(times), statistics.quantiles(times, n=100)[98], known / rounds
+
+    def close(self) -> None:
+        """End its threads."""
+        self._threads.shutdown()
 
     def _look_up(self, tokens: list[int], expected: int) -> None:
         self._scheduler.finished(self._looked_up(tokens, expected))
@@ -155,6 +184,7 @@ def main() -> None:
     if not 64 <= given.tokens <= 32768:
         parser.error(f"--tokens: from 64 to 32768, not {given.tokens}")
     made: dict[str, dict[str, tuple[float, float]]] = {}
+    steps: dict[str, tuple[float, float, float]] = {}
     keys: dict[str, int] = {}
     with server() as url, open_store(url, deadline_s=60) as store:
         store.put("ping", VALUE)
@@ -168,17 +198,21 @@ def main() -> None:
                 "ping": partial(store.exists, "ping"),
             }
             made[name] = measured(things, 30 if given.quick else 200)
+            steps[name] = model.steps(100 if given.quick else 1000)
+            model.close()
             keys[name] = model.keys
             store.purge()
     if given.json:
-        print(json.dumps({name: {"keys": keys[name], **row} for name, row in made.items()}, indent=2))
+        rows = {name: {"keys": keys[name], **row, "step": steps[name]} for name, row in made.items()}
+        print(json.dumps(rows, indent=2))
         return
     table = Table(title=f"look-ups of {given.tokens} tokens: ms (ms of the scheduler's processor)")
-    for column in ("model", "keys", *COLUMNS):
+    for column in ("model", "keys", *COLUMNS, "step, p99, known"):
         table.add_column(column, justify="left" if column == "model" else "right")
     for name, row in made.items():
         cells = [f"{took:.3f} ({used:.3f})" for took, used in (row[column] for column in COLUMNS)]
-        table.add_row(name, str(keys[name]), *cells)
+        median, worst, known = steps[name]
+        table.add_row(name, str(keys[name]), *cells, f"{median:.3f}, {worst:.3f}, {known:.0%}")
     Console(width=120 if not sys.stdout.isatty() else None).print(table)
 
 

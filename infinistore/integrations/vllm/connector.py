@@ -7,9 +7,10 @@ import logging
 import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from statistics import fmean
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Final
 
 from vllm.config import get_current_vllm_config_or_none
 from vllm.distributed import get_pp_group, get_tensor_model_parallel_rank
@@ -56,6 +57,8 @@ from infinistore.integrations.vllm.resets import Deletion
 from infinistore.integrations.vllm.scheduler import Pins, SchedulerSide, read_prompts
 from infinistore.integrations.vllm.settings import ConnectorSettings
 from infinistore.integrations.vllm.worker import WorkerSide
+
+_LOOK_UP_THREADS: Final = 4
 
 if TYPE_CHECKING:
     import torch
@@ -195,6 +198,7 @@ class InfiniStoreConnector(KVConnectorBase_V1, SupportsHMA):
         self._observed = Observations()
         self._background = Background(record)
         scheduling = role is KVConnectorRole.SCHEDULER
+        self._look_ups = ThreadPoolExecutor(_LOOK_UP_THREADS, thread_name_prefix="infinistore-look-up")
         if scheduling and self._settings.events_dump_endpoint:
             blocks = self._settings.events_dump_blocks
             offer_dumps(vllm_config.kv_events_config, self._settings.events_dump_endpoint, blocks)
@@ -227,6 +231,7 @@ class InfiniStoreConnector(KVConnectorBase_V1, SupportsHMA):
                 background=self._background,
                 choice=self._choice(),
                 workers=vllm_config.parallel_config.world_size,
+                in_thread=self._look_ups.submit,
             )
             # For calls that look at all keys of the store, which takes it a while.
             self._patient = self._open_lazily(self._settings.deadline_s, role)
@@ -430,7 +435,8 @@ class InfiniStoreConnector(KVConnectorBase_V1, SupportsHMA):
             self.scheduler_side.learn_layers(layers)
 
     def get_num_new_matched_tokens(self, request: Any, num_computed_tokens: int) -> tuple[int | None, bool]:
-        """Look up how much of a request is stored; it is loaded in the background."""
+        """Return how much of a request is stored, which is loaded in the background;
+        None while that is looked up, and vLLM asks again in the next step."""
         if self._unhashed.are_in(request) or self._adapters.are_unknown(request):
             return 0, False
         tokens = self.scheduler_side.loadable_tokens(request, num_computed_tokens)
@@ -438,7 +444,7 @@ class InfiniStoreConnector(KVConnectorBase_V1, SupportsHMA):
             # vLLM ends a chunk there, so that a later request finds a state.
             departs = self.scheduler_side.departs_after(request)
             request.shared_prefix_boundary = max(request.shared_prefix_boundary, departs)
-        return tokens, tokens > 0
+        return tokens, bool(tokens)
 
     def update_state_after_alloc(self, request: Any, blocks: Any, num_external_tokens: int) -> None:
         """Record the blocks to load into."""
@@ -521,6 +527,7 @@ class InfiniStoreConnector(KVConnectorBase_V1, SupportsHMA):
     def shutdown(self) -> None:
         """Finish the writes and close the store."""
         self._background.close()
+        self._look_ups.shutdown(cancel_futures=True)
         if self._worker is not None:
             self._worker.close()
         if self._scheduler is not None:

@@ -1,11 +1,14 @@
 """The scheduler's half: looks up a request's blocks, plans reads and writes, and pins
 blocks of important prompts.
 
-It runs in the scheduler's thread, where a lookup delays all requests. Lookups therefore
-have a short deadline, and the client's circuit breaker protects against a store that
-does not answer. Every failure is a miss. A model of many layers has thousands of keys
-for a prompt, so of long prompts some keys of each block are asked for, a bounded number
-in all; a block of which others are missing is found out by the read, and computed.
+It runs in the scheduler's thread, where whatever waits delays all requests. So a lookup
+is made in another thread. While requests are computed, it is waited for only for half a
+millisecond of each step; a request whose lookup takes longer is asked about again in
+the next step, and the others go on. Lookups have a short deadline, and the client's
+circuit breaker protects against a store that does not answer. Every failure is a miss.
+A model of many layers has thousands of keys for a prompt, so of long prompts some keys
+of each block are asked for, a bounded number in all; a block of which others are
+missing is found out by the read, and computed.
 
 A lookup holds no blocks: a worker holds those that it cannot read at once. If some
 blocks are on disk only, the store reads them into memory while vLLM allocates memory
@@ -32,6 +35,7 @@ import json
 import time
 from collections import OrderedDict, deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import Future, wait
 from pathlib import Path
 from typing import Final, Protocol, TypeAlias
 
@@ -65,6 +69,10 @@ class Found:
     """The blocks that the other groups have, by the group's index."""
     is_on_disk: bool = False
     """Whether some of them are on disk only."""
+
+
+_Answer: TypeAlias = Future[Found | None]
+"""What a lookup finds; None if it fails."""
 
 
 class Lookup:
@@ -328,6 +336,14 @@ class Pins:
 
 _ASK_AGAIN_S = 1.0
 """How long the result of a lookup counts for a waiting request."""
+_PATIENCE_S: Final = 0.0005
+"""How long a step in which requests are computed waits for lookups, in all."""
+
+
+def _at_once(work: Callable[[], Found | None]) -> _Answer:
+    done: _Answer = Future()
+    done.set_result(work())
+    return done
 
 
 class Request(Protocol):
@@ -358,6 +374,8 @@ class _Tracked:
     chain: PrefixChain
     settings: RequestSettings
     found: Found = attrs.field(factory=Found)
+    looking: _Answer | None = None
+    """A lookup that is under way."""
     kept: list[int] = attrs.field(factory=list)
     """Of each group, the number of leading blocks that are stored, being written, or
     not needed."""
@@ -387,6 +405,7 @@ class SchedulerSide:
     all tokens; the store is asked for that in the `background`. `pins` keeps blocks
     from being evicted. `choice` says whether what was found is loaded; without it, it
     always is. `workers` is how many workers tell when they are past a reset.
+    `in_thread` calls a function that looks up; without it, that is done at once.
     """
 
     def __init__(
@@ -407,8 +426,12 @@ class SchedulerSide:
         background: Background | None = None,
         choice: LoadChoice | None = None,
         workers: int = 1,
+        in_thread: Callable[[Callable[[], Found | None]], _Answer] = _at_once,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
+        self._in_thread = in_thread
+        self._patience_s: float | None = None
+        """How long this step may still wait for lookups; None: until they end."""
         self._observed = observations or Observations()
         self._store = store
         self._names = names
@@ -453,8 +476,9 @@ class SchedulerSide:
             if self._pins is not None:
                 self._pins.learn_groups(self._groups)
 
-    def loadable_tokens(self, request: Request, computed_tokens: int) -> int:
-        """Return the number of tokens to read after the first `computed_tokens`.
+    def loadable_tokens(self, request: Request, computed_tokens: int) -> int | None:
+        """Return the number of tokens to read after the first `computed_tokens`; None
+        if that is not known yet.
 
         Both end where a block of each group ends.
         """
@@ -463,9 +487,12 @@ class SchedulerSide:
         tracked = self._track(request)
         if not self.is_past_reset:
             return 0
-        now = self._clock()
-        if tracked.known_until <= now:
-            self._look_up(tracked, self._lookup, computed_tokens, now)
+        if tracked.looking is None and tracked.known_until <= self._clock():
+            self._look_up(tracked, self._lookup, computed_tokens)
+        if tracked.looking is not None:
+            if not self._is_answered(tracked.looking):
+                return None
+            self._take(tracked, tracked.looking.result(), computed_tokens)
         if not self._reads or not tracked.settings.load or tracked.load_failed:
             return 0
         tokens = max(0, tracked.found.tokens - computed_tokens)
@@ -536,10 +563,12 @@ class SchedulerSide:
             number=number,
         )
         self._loads = []
+        self._patience_s = _PATIENCE_S if scheduled_tokens else None
         for request_id in step.preempted:
             if (tracked := self._tracked.get(request_id)) is not None:
                 tracked.saving = tracked.stale = False
                 tracked.known_until = 0.0
+                tracked.looking = None
         for upkeep in (self._sweeper, self._pins):
             if upkeep is not None:
                 upkeep.go_on()
@@ -612,6 +641,7 @@ class SchedulerSide:
             tracked.found = Found()
             tracked.kept = [0] * len(self._groups)
             tracked.known_until = 0.0
+            tracked.looking = None
             tracked.stale = tracked.request.num_computed_tokens > 0  # others have no blocks, or none any more
         if self._events is not None:
             self._events.clear()
@@ -650,26 +680,49 @@ class SchedulerSide:
             self._record.failed("the settings of a request", error)
             return RequestSettings()
 
-    def _look_up(self, tracked: _Tracked, lookup: Lookup, computed_tokens: int, now: float) -> None:
-        is_first = not tracked.known_until
+    def _look_up(self, tracked: _Tracked, lookup: Lookup, computed_tokens: int) -> None:
+        """Begin to look a request up."""
         tracked.found = Found()
-        tracked.known_until = now + _ASK_AGAIN_S
         tokens = tracked.request.all_token_ids
-        if self._pins is not None and is_first:
+        hashes = list(tracked.chain.extend(tokens))
+        if self._pins is not None and not tracked.known_until:
             request, pin_s = tracked.request, tracked.settings.pin_s
             if worth := self._pins.worth(tokens, request.num_prompt_tokens, request.priority, asked=pin_s is not None):
-                self._pins.use(tracked.chain.extend(tokens), worth, pin_s)
+                self._pins.use(hashes, worth, pin_s)
+        if not hashes:
+            self._take(tracked, Found(), computed_tokens)
+            return
         reads = self._reads and tracked.settings.load
         # vLLM computes the last token again, with the window or state before it.
         most = len(tokens) if self._groups.is_uniform else len(tokens) - 1
-        with self._record.trying("look-up"):
-            with self._observed.timed("look_up"):
-                if hashes := tracked.chain.extend(tokens):
-                    tracked.found = lookup.find(hashes, computed_tokens, most=most, reads=reads)
-            if is_first and hashes:
+
+        def find() -> Found | None:
+            with self._record.trying("look-up"), self._observed.timed("look_up"):
+                return lookup.find(hashes, computed_tokens, most=most, reads=reads)
+            return None
+
+        tracked.looking = self._in_thread(find)
+
+    def _is_answered(self, looking: _Answer) -> bool:
+        """Wait for a lookup as long as this step may; return whether it has ended."""
+        if not looking.done() and self._patience_s != 0.0:
+            began = self._clock()
+            wait([looking], self._patience_s)
+            if self._patience_s is not None:
+                self._patience_s = max(0.0, self._patience_s - (self._clock() - began))
+        return looking.done()
+
+    def _take(self, tracked: _Tracked, found: Found | None, computed_tokens: int) -> None:
+        """Take what a lookup has found; None if it failed."""
+        is_first = not tracked.known_until
+        tracked.looking = None
+        tracked.known_until = self._clock() + _ASK_AGAIN_S
+        tracked.found = found or Found()
+        if found is not None:
+            if is_first and tracked.chain.hashes:
                 self._observed.count(
-                    looked_up_tokens=max(0, len(tokens) - computed_tokens),
-                    hit_tokens=max(0, tracked.found.tokens - computed_tokens),
+                    looked_up_tokens=max(0, len(tracked.request.all_token_ids) - computed_tokens),
+                    hit_tokens=max(0, found.tokens - computed_tokens),
                 )
             self._tell_found(tracked)
         tracked.kept = [

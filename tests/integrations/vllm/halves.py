@@ -24,6 +24,7 @@ __all__ = [
     "ByHand",
     "Engine",
     "MadeRequest",
+    "loadable",
     "make_cache",
     "make_names",
     "make_scheduler",
@@ -122,6 +123,13 @@ def save(worker: WorkerSide, step: Step) -> None:
     worker.end_saves()
 
 
+def loadable(scheduler: SchedulerSide, request: MadeRequest, computed: int = 0) -> int:
+    """How much of a request is to be loaded, which a lookup at once always knows."""
+    tokens = scheduler.loadable_tokens(request, computed)
+    assert tokens is not None
+    return tokens
+
+
 def stage_group(layers: Sequence[str]) -> LayerGroup:
     return LayerGroup(tuple(layer_labels(LAYERS)[name] for name in layers), BLOCK_TOKENS)
 
@@ -177,7 +185,7 @@ class Engine:
         read.
         """
         request = MadeRequest.of(tokens)
-        found = self.scheduler.loadable_tokens(request, 0)
+        found = loadable(self.scheduler, request)
         self.scheduler.allocated(request, (range(5),), found)
         step = self.scheduler.plan({}, (), lambda _: ())
         self.step(step)

@@ -19,7 +19,7 @@ from infinistore.integrations.internal.record import Record
 from infinistore.integrations.vllm.block_events import BlockEvents, Run, SavedBlocks, Sweeper
 from infinistore.integrations.vllm.blocks import Load
 
-from .halves import BLOCK_TOKENS, ByHand, Engine, MadeRequest, make_cache, make_scheduler, make_worker
+from .halves import BLOCK_TOKENS, ByHand, Engine, MadeRequest, loadable, make_cache, make_scheduler, make_worker
 
 TOKENS = list(range(100, 122))  # five full blocks and two tokens
 
@@ -46,7 +46,7 @@ class Telling(Engine):
     def compute(self, tokens: list[int], name: str = "r") -> int:
         """Compute a prompt and store it; return how much was found."""
         request = MadeRequest.of(tokens, name)
-        found = self.scheduler.loadable_tokens(request, 0)
+        found = loadable(self.scheduler, request)
         self.step(self.scheduler.plan({name: len(tokens)}, (), lambda _: (range(5),)))
         saved = SavedBlocks()
         for worker in self.workers:
@@ -113,11 +113,25 @@ def test_what_a_look_up_finds_or_misses_is_told(store: blocking.BlockingStore) -
     engine.close()
 
 
+def test_a_look_up_that_fails_tells_nothing(store: blocking.BlockingStore, monkeypatch: pytest.MonkeyPatch) -> None:
+    engine = Telling(store)
+    engine.compute(TOKENS)
+    told(engine.events)
+
+    def fail(keys: object) -> None:
+        raise StoreUnavailable("gone")
+
+    monkeypatch.setattr(store, "match_prefix", fail)
+    assert engine.scheduler.loadable_tokens(MadeRequest.of(TOKENS, "2"), 0) == 0
+    assert told(engine.events) == []
+    engine.close()
+
+
 def test_what_a_load_misses_is_told(store: blocking.BlockingStore) -> None:
     Telling(store).compute(TOKENS)
     engine = Telling(store)
     request = MadeRequest.of(TOKENS)
-    engine.scheduler.allocated(request, (range(5),), engine.scheduler.loadable_tokens(request, 0))
+    engine.scheduler.allocated(request, (range(5),), loadable(engine.scheduler, request))
     (load,) = engine.scheduler.plan({}, (), lambda _: ()).loads
     assert isinstance(load, Load)
     told(engine.events)

@@ -20,7 +20,7 @@ from infinistore.integrations.vllm.blocks import BlockNames, LayerGroup, LayerGr
 from infinistore.integrations.vllm.scheduler import SchedulerSide
 from infinistore.integrations.vllm.worker import WorkerSide
 
-from .halves import MadeRequest, make_scheduler, make_worker
+from .halves import MadeRequest, loadable, make_scheduler, make_worker
 
 FULL = LayerGroup(("0", "1"), 4)
 WINDOW = LayerGroup(("2", "3"), 4, 1, window=6)
@@ -80,7 +80,7 @@ class Engine:
         """
         self.request = request = MadeRequest.of(tokens)
         tables = tuple(range(1 + 20 * place, 21 + 20 * place) for place in range(len(self.groups)))
-        loaded = self.scheduler.loadable_tokens(request, computed)
+        loaded = loadable(self.scheduler, request, computed)
         self.scheduler.allocated(request, tables, loaded)
         step = self.scheduler.plan({}, (), lambda _: tables)
         if step.loads:

@@ -3,7 +3,8 @@ and when.
 """
 
 import pickle
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -15,11 +16,11 @@ from infinistore import blocking
 from infinistore.errors import StoreUnavailable
 from infinistore.integrations.vllm.blocks import BlockNames, LayerGroup, Load, Step, block_names
 from infinistore.integrations.vllm.observations import Observations
-from infinistore.integrations.vllm.scheduler import SchedulerSide
+from infinistore.integrations.vllm.scheduler import Found, SchedulerSide
 from tests.cluster_client.clusters import Member
 from tests.integrations.disks import leave_on_disk, no_prefetch, wait_until_in_memory
 
-from .halves import BLOCK_TOKENS, FULL, MadeRequest, make_names, make_scheduler
+from .halves import BLOCK_TOKENS, FULL, MadeRequest, loadable, make_names, make_scheduler
 
 TOKENS = list(range(100, 122))  # five full blocks and two tokens
 
@@ -37,7 +38,7 @@ def start(scheduler: SchedulerSide, request: MadeRequest, computed: int = 0) -> 
     """What vLLM's scheduler does with a new request; returns how many tokens will be
     read.
     """
-    tokens = scheduler.loadable_tokens(request, computed)
+    tokens = loadable(scheduler, request, computed)
     scheduler.allocated(request, (range(10, 40),), tokens)
     request.num_computed_tokens = computed + tokens
     return tokens
@@ -58,6 +59,82 @@ def fill(
     keys = names.all_keys(saved.blocks.hashes[:blocks])
     store.put_many(dict.fromkeys(keys, b"bytes"))
     return keys
+
+
+class Later:
+    """Looks up when the test says so."""
+
+    def __init__(self) -> None:
+        self._due: list[tuple[Callable[[], Found | None], Future[Found | None]]] = []
+
+    def __call__(self, work: Callable[[], Found | None]) -> "Future[Found | None]":
+        self._due.append((work, Future()))
+        return self._due[-1][1]
+
+    def run(self) -> int:
+        """Do all that is due; return how much that was."""
+        due, self._due = self._due, []
+        for work, answer in due:
+            answer.set_result(work())
+        return len(due)
+
+
+def test_a_step_that_computes_goes_on_without_an_answer_that_is_late(store: blocking.BlockingStore) -> None:
+    fill(store, 3)
+    later = Later()
+    scheduler = make_scheduler(store, in_thread=later)
+    run(scheduler, MadeRequest.of([1], "running"), 1)
+    one, other = MadeRequest.of(TOKENS, "one"), MadeRequest.of(TOKENS, "other")
+
+    assert [scheduler.loadable_tokens(request, 0) for request in (one, other, one)] == [None] * 3
+    assert later.run() == 2  # each is looked up once
+    assert [scheduler.loadable_tokens(request, 0) for request in (one, other)] == [12, 12]
+    assert later.run() == 0
+
+
+def test_a_step_waits_for_all_answers_together_only_once(store: blocking.BlockingStore) -> None:
+    now = 0.0
+    waited: list[float | None] = []
+
+    def wait_for(answers: list[Any], limit_s: float | None) -> None:
+        nonlocal now
+        waited.append(limit_s)
+        now += 0.0003
+
+    later = Later()
+    scheduler = make_scheduler(store, in_thread=later, clock=lambda: now)
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr("infinistore.integrations.vllm.scheduler.wait", wait_for)
+        for _ in range(2):
+            run(scheduler, MadeRequest.of([1], "running"), 1)
+            for name in "abcd":
+                assert scheduler.loadable_tokens(MadeRequest.of(TOKENS, name), 0) is None
+    assert waited == pytest.approx([0.0005, 0.0002] * 2)
+
+
+def test_a_step_that_computes_nothing_waits_for_the_answer(store: blocking.BlockingStore) -> None:
+    fill(store, 3)
+    with ThreadPoolExecutor(1) as threads:
+        scheduler = make_scheduler(store, in_thread=threads.submit)
+        assert start(scheduler, MadeRequest.of(TOKENS)) == 12
+
+
+def test_an_answer_from_before_a_reset_is_not_used(store: blocking.BlockingStore) -> None:
+    keys = fill(store, 3)
+    later = Later()
+    scheduler = make_scheduler(store, in_thread=later)
+    request = MadeRequest.of(TOKENS)
+    run(scheduler, MadeRequest.of([1], "running"), 1)
+    assert scheduler.loadable_tokens(request, 0) is None
+    later.run()
+    store.delete(keys)
+    scheduler.forget()
+    scheduler.workers_past({1: 1})
+
+    assert scheduler.loadable_tokens(request, 0) is None
+    later.run()
+    assert scheduler.loadable_tokens(request, 0) == 0
+    assert [save.blocks.block_ids for save in run(scheduler, request, 22).saves] == [[10, 11, 12, 13, 14]]
 
 
 def test_of_a_new_prompt_each_full_block_is_written_once(store: blocking.BlockingStore) -> None:
@@ -338,7 +415,7 @@ def test_the_failed_load_of_one_request_is_none_of_anothers(store: blocking.Bloc
     scheduler = make_scheduler(store)
     one, other = MadeRequest.of(TOKENS, "one"), MadeRequest.of(TOKENS, "other")
     for request, first in ((one, 10), (other, 20)):
-        scheduler.allocated(request, (range(first, first + 10),), scheduler.loadable_tokens(request, 0))
+        scheduler.allocated(request, (range(first, first + 10),), loadable(scheduler, request))
     loads: list[Load] = scheduler.plan({}, (), lambda _: ()).loads
 
     assert [load.block_ids[0] for load in loads] == [10, 20]

@@ -134,7 +134,7 @@ def test_one_and_two_tensor_parallel_ranks_answer_the_same_cold_and_warm(
         assert (cached(cold), cached(warm)) == ([0] * 3, [CACHED] * 3)
         assert tokens_of(warm) == tokens_of(cold)
 
-        # One that has all heads reads what the two have written, and writes what they read.
+        # One with all heads reads what the two have written, and writes what they read.
         alone = Engines(model, tmp_path, stack).start(
             "alone", "kv_both", {**extra, "shards": 2}, enable_prefix_caching=False
         )
