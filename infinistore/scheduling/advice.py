@@ -47,12 +47,13 @@ class Reason(enum.Enum):
 
     NOTHING = "nothing to load"
     UNMEASURED = "unmeasured"
-    """No load or no prefill was measured within the last minute: load."""
+    """No load or no prefill was measured yet: load."""
     CHEAPER = "loading is cheaper"
     DEARER = "computing is cheaper"
     """The only reason not to load."""
     TRIAL = "trial"
-    """Computing seems cheaper; loads all the same, to measure the link again."""
+    """Computing seems cheaper, but that was not measured lately: load, and give up when
+    computing would have taken as long."""
 
 
 @attrs.frozen
@@ -66,6 +67,8 @@ class Advice:
     reason: Reason
     load_price_s: float | None = None
     compute_price_s: float | None = None
+    limit_s: float | None = None
+    """After how long to give the load up, and to compute; None: never."""
 
 
 @attrs.frozen
@@ -91,7 +94,8 @@ class LoadAdvisor:
 
     A request gets the same advice as often as it is asked for, until `forget`. So that
     a link that has recovered is noticed, one request in 20 that should not load does,
-    and so do all when the link was not measured for a minute.
+    and so does one when the link was not measured for a minute. Such a trial ends when
+    computing would have taken as long, so that it costs no more than that.
     """
 
     def __init__(
@@ -186,8 +190,11 @@ class LoadAdvisor:
         is computed, if nothing waits: the two sides of the break-even point. None as
         long as one of them is not known.
         """
-        load_s = self._load_s(4096, 0, self._clock(), queued=False)
-        return None if load_s is None or not self._prefill_is_known() else load_s < self.compute_s(0, 4096)
+        now = self._clock()
+        load_s = self._load_s(4096, 0, now, queued=False)
+        if load_s is None or not self._prefill_is_known() or not self._is_fresh(4096, 0, now):
+            return None
+        return load_s < self.compute_s(0, 4096)
 
     @property
     def statistics(self) -> AdviceStatistics:
@@ -234,7 +241,8 @@ class LoadAdvisor:
         if found <= 0:
             return Advice(load=False, reason=Reason.NOTHING)
         now = self._clock()
-        load_s = self._load_s(found - on_disk, on_disk, now)
+        in_memory = found - on_disk
+        load_s, share = self._load_s(in_memory, on_disk, now), 1.0
         if load_s is None or not self._prefill_is_known():
             advice = Advice(load=True, reason=Reason.UNMEASURED)
         else:
@@ -242,17 +250,19 @@ class LoadAdvisor:
             rest_s, all_s = self.compute_s(stored, tokens), self.compute_s(cached, tokens)
             load_price = price_s(max(queued_s, load_s) + rest_s, rest_s, busy)
             compute_price = price_s(queued_s + all_s, all_s, busy)
-            reason = Reason.CHEAPER if load_price <= compute_price else Reason.DEARER
-            if reason is Reason.DEARER:
+            reason, limit_s = Reason.CHEAPER, None
+            if load_price > compute_price:
+                reason = Reason.DEARER
                 self._untried += 1
-                if self._untried >= self._trial_every:
+                if self._untried >= self._trial_every or not self._is_fresh(in_memory, on_disk, now):
                     self._untried = 0
                     self._trials += 1
-                    reason = Reason.TRIAL
-            advice = Advice(reason is not Reason.DEARER, reason, load_price, compute_price)
+                    reason, limit_s = Reason.TRIAL, all_s - rest_s
+                    share = min(1.0, limit_s / load_s)
+            advice = Advice(reason is not Reason.DEARER, reason, load_price, compute_price, limit_s)
         if advice.load:
             self._loads += 1
-            self._expect(found - on_disk, on_disk, now)
+            self._expect(share * in_memory, share * on_disk, now)
         else:
             self._skipped_loads += 1
             self._skipped_tokens += found
@@ -267,21 +277,28 @@ class LoadAdvisor:
         return self._prefill.measured_at is not None
 
     def _load_s(self, in_memory: int, on_disk: int, now: float, *, queued: bool = True) -> float | None:
-        """Return when the slowest rank has read so many tokens; None if not known."""
+        """Return when the slowest rank has read so many tokens, by the last
+        measurements; None if there are none.
+        """
         slowest = 0.0
         for memory, disk in zip(self._memory, self._disk, strict=True):
             total = 0.0
             for medium, tokens in ((memory, in_memory), (disk, on_disk)):
                 waiting_s = medium.waiting_s(now) if queued else 0.0
                 if tokens:
-                    if not medium.is_known(now, self._expires_s):
+                    if medium.rate.measured_at is None:
                         return None
                     total += tokens * self._rank_bytes_per_token / medium.rate.bytes_per_s
                 total += waiting_s
             slowest = max(slowest, total)
         return slowest
 
-    def _expect(self, in_memory: int, on_disk: int, now: float) -> None:
+    def _is_fresh(self, in_memory: int, on_disk: int, now: float) -> bool:
+        """Whether what tokens are read from was measured lately, in all ranks."""
+        media = [*(self._memory if in_memory else ()), *(self._disk if on_disk else ())]
+        return all(medium.is_fresh(now, self._expires_s) for medium in media)
+
+    def _expect(self, in_memory: float, on_disk: float, now: float) -> None:
         """Count a load as waiting until the workers report again."""
         for media, tokens in ((self._memory, in_memory), (self._disk, on_disk)):
             for medium in media:
@@ -309,7 +326,7 @@ class _Medium:
             return 0.0
         return max(0.0, self._waiting_bytes / self.rate.bytes_per_s - (now - self._since))
 
-    def is_known(self, now: float, expires_s: float) -> bool:
+    def is_fresh(self, now: float, expires_s: float) -> bool:
         """Whether it was measured lately. While something is being read, the last
         measurement counts on: one long read is no reason to begin more of them.
         """

@@ -17,6 +17,10 @@ most.
 _FULL_TOKENS: Final = 256
 """Measurements of fewer tokens displace older ones by less."""
 _KEPT_OF_LINK: Final = 0.9
+"""How much of its weight a measurement keeps when the next one comes, and again for
+each second until then: one of eight slow seconds does not outweigh, a minute later, one
+that took a tenth of a second.
+"""
 _MOST_AT_ONCE: Final = 4.0
 """A measurement counts as at most so many times what was expected."""
 _SHRINKAGE: Final = 0.005
@@ -101,7 +105,8 @@ class LinkRate:
         if not 0 < bytes_per_s < math.inf:
             raise ValueError(f"bytes_per_s must be above 0, not {bytes_per_s}")
         self.bytes_per_s = bytes_per_s
-        """The latest ten measurements count most, each by its duration."""
+        """The latest ten measurements, and those of the last ten seconds, count most,
+        each by its duration."""
         self.measured_at: float | None = None
         """When it was last measured; None if it never was."""
         self._bytes = self._seconds = 0.0
@@ -112,8 +117,9 @@ class LinkRate:
         """
         if size_bytes < 0 or seconds <= 0:
             return
-        self._bytes = self._bytes * _KEPT_OF_LINK + size_bytes
-        self._seconds = self._seconds * _KEPT_OF_LINK + seconds
+        kept = 0.0 if self.measured_at is None else _KEPT_OF_LINK ** (1 + max(0.0, now - self.measured_at))
+        self._bytes = self._bytes * kept + size_bytes
+        self._seconds = self._seconds * kept + seconds
         self.bytes_per_s = max(1.0, self._bytes / self._seconds)
         self.measured_at = now
 

@@ -173,20 +173,21 @@ class Simulation:
         predicted = view.send(number, request, now).first_token_s
         cached = request.tokens_of(engine.cache.leading(full))
         stored = request.tokens_of(request.stored_blocks)
-        reused = max(cached, stored)
+        reused, limit_s = max(cached, stored), math.inf
         if fleet.loads == "faster" and stored > cached:
             waiting = (*engine.ready, *engine.coming.values(), *([engine.computing] if engine.computing else ()))
             queued_s = sum(engine.advisor.compute_s(job.reused, job.request.tokens) for job in waiting)
             advice = engine.advisor.advise(
                 number, tokens=traced.tokens, cached_tokens=cached, stored_tokens=stored, queued_s=queued_s
             )
-            if not advice.load:
-                reused = cached
-                self._skipped += 1
+            limit_s = 0.0 if not advice.load else math.inf if advice.limit_s is None else advice.limit_s
         engine.cache.add(full)
-        compute_s = self._takes(fleet.compute_s(reused, traced.tokens))
         load_bytes = (reused - cached) * fleet.bytes_per_token
         load_s = self._takes(load_bytes / fleet.bytes_per_s)
+        if load_s > limit_s:  # given up then, and computed
+            load_bytes, load_s, reused = round(load_bytes * limit_s / load_s), limit_s, cached
+            self._skipped += 1
+        compute_s = self._takes(fleet.compute_s(reused, traced.tokens))
         job = _Job(number, traced, now, reused, compute_s, load_bytes, load_s, predicted)
         self._computed += traced.tokens - reused
         if load_bytes:

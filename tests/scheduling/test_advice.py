@@ -121,13 +121,18 @@ def test_of_twenty_requests_that_should_not_load_one_does() -> None:
     assert statistics.skipped_tokens == 57 * 1_500
 
 
-def test_an_old_measurement_advises_to_load() -> None:
+def test_an_old_measurement_advises_to_load_until_computing_would_have_taken_as_long() -> None:
     bench = Bench(100)
     bench.computes()
     bench.clock.now += 9.0
-    assert not bench.ask().load
+    assert bench.ask().limit_s is None
     bench.clock.now += 1.5  # 60.5 s after the link was measured
-    assert bench.ask().reason is Reason.UNMEASURED
+    advice = bench.ask()
+    assert (advice.load, advice.reason, bench.advisor.statistics.trials) == (True, Reason.TRIAL, 1)
+    assert advice.limit_s == pytest.approx(1.5, rel=0.01)
+    fast = Bench(100_000)
+    fast.clock.now += 61
+    assert (fast.ask().reason, fast.ask().limit_s) == (Reason.CHEAPER, None)
 
 
 def test_an_engine_that_has_only_loaded_for_long_still_knows_how_fast_it_computes() -> None:
@@ -145,7 +150,7 @@ def test_a_link_that_is_loading_is_not_taken_for_one_that_nobody_has_measured() 
     bench = Bench(100)
     bench.clock.now += 55.0
     bench.computes()
-    assert bench.ask().reason is Reason.UNMEASURED
+    assert bench.ask().reason is Reason.TRIAL
     bench.advisor.waiting(0, 100 * 100 * BYTES_PER_TOKEN)
     bench.clock.now += 5.0
     assert bench.ask().reason is Reason.DEARER

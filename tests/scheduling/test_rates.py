@@ -143,6 +143,15 @@ def test_a_link_that_stalls_is_slow_before_its_read_ends() -> None:
     assert stalled.bytes_per_s == 1
 
 
+def test_after_a_minute_one_short_read_outweighs_long_slow_ones() -> None:
+    link = LinkRate(1e9)
+    for turn in range(5):
+        link.measured(16_000_000, 8.0, 8.0 * turn)
+    assert link.bytes_per_s == pytest.approx(2e6)
+    link.measured(16_000_000, 0.1, 100.0)
+    assert link.bytes_per_s > 100e6
+
+
 @given(st.lists(st.tuples(st.floats(0, 50), st.floats(0, 50)), max_size=10), st.floats(0, 100))
 def test_the_busy_share_weighs_each_moment_by_its_age(stretches: list[tuple[float, float]], after: float) -> None:
     busy = BusyShare(window_s=60)

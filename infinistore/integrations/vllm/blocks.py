@@ -213,6 +213,8 @@ class Load:
     """How many tokens that spares to compute."""
     is_on_disk: bool = False
     """Whether the store had some of them on disk only when it was asked."""
+    limit_s: float | None = None
+    """After how long to give it up: it only measures whether a load pays again."""
 
     @property
     def block_ids(self) -> list[int]:

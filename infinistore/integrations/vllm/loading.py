@@ -18,7 +18,7 @@ from typing import Final
 import attrs
 
 from infinistore.integrations.vllm.observations import Observations
-from infinistore.scheduling import LoadAdvisor
+from infinistore.scheduling import Advice, LoadAdvisor
 
 _log = logging.getLogger("vllm.infinistore")
 _LONG_S: Final = 1.0
@@ -149,7 +149,7 @@ class LoadChoice:
         stored_tokens: int,
         is_on_disk: bool,
         queued: Sequence[tuple[int, int]],
-    ) -> bool:
+    ) -> Advice:
         """Return whether a request should load what the store has of its prompt: the
         tokens from `cached_tokens` to `stored_tokens`. `queued` are the parts of other
         prompts that are computed before."""
@@ -169,7 +169,7 @@ class LoadChoice:
             skipped_loads=after.skipped_loads - before.skipped_loads,
             skipped_tokens=after.skipped_tokens - before.skipped_tokens,
         )
-        return advice.load
+        return advice
 
     def forget(self, request_id: str) -> None:
         """Forget a request that has ended."""

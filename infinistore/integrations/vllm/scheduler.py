@@ -382,6 +382,8 @@ class _Tracked:
     known_until: float = 0.0
     """Until when the result of the last lookup is valid."""
     loading: Load | None = None
+    limit_s: float | None = None
+    """After how long its load is given up, if it is only a trial."""
     load_failed: bool = False
     saving: bool = False
     """Whether a worker may still be saving this request's blocks."""
@@ -499,8 +501,10 @@ class SchedulerSide:
         return tokens if tokens and self._is_worth_loading(tracked, computed_tokens) else 0
 
     def _is_worth_loading(self, tracked: _Tracked, computed_tokens: int) -> bool:
+        if self._choice is None:
+            return True
         request = tracked.request
-        return self._choice is None or self._choice.loads(
+        advice = self._choice.loads(
             request.request_id,
             tokens=request.num_prompt_tokens,
             cached_tokens=computed_tokens,
@@ -512,6 +516,8 @@ class SchedulerSide:
                 if 0 < other.request.num_computed_tokens < other.request.num_prompt_tokens and other.loading is None
             ],
         )
+        tracked.limit_s = advice.limit_s
+        return advice.load
 
     def departs_after(self, request: Request) -> int:
         """Return after how many tokens a request departs from what is stored; 0 if it
@@ -538,7 +544,7 @@ class SchedulerSide:
             hashes = self._groups.hashes_of(group, numbers, tracked.chain.hashes)
             parts.append(Blocks(hashes, [ids[number] for number in numbers], place))
         parts = [part for part in parts if part.hashes]
-        tracked.loading = Load(request.request_id, parts, load_tokens, tracked.found.is_on_disk)
+        tracked.loading = Load(request.request_id, parts, load_tokens, tracked.found.is_on_disk, tracked.limit_s)
         tracked.saving = False  # it was preempted if it ever saved, and its writes have been waited for
         self._loads.append(tracked.loading)
 
@@ -603,23 +609,26 @@ class SchedulerSide:
         for request_id in failed_requests:
             if (tracked := self._tracked.get(request_id)) is not None:
                 tracked.load_failed = True
-                tracked.found = Found()
-                tracked.kept = [0] * len(self._groups)
+                if tracked.limit_s is None:
+                    tracked.found = Found()
+                    tracked.kept = [0] * len(self._groups)
         failed = set(failed_blocks)
         if failed:
             for tracked in self._tracked.values():
                 load = tracked.loading
-                if load is not None and self._groups.is_uniform and not failed.isdisjoint(load.block_ids):
+                if load is None or not self._groups.is_uniform or failed.isdisjoint(load.block_ids):
+                    continue
+                if load.limit_s is None:  # else it may have been given up, and all of it is there
                     first_bad = next(i for i, block_id in enumerate(load.block_ids) if block_id in failed)
                     in_store = tracked.found.tokens // self._groups.hash_tokens
                     good = max(0, in_store - len(load.block_ids) + first_bad)  # nothing, if there was a reset
                     # Another rank may have missed an earlier block, in an earlier step.
                     tracked.kept = [min(good, *tracked.kept) if tracked.load_failed else good]
-                    # Not asked for again: whatever was wrong with it may be wrong the
-                    # next time.
-                    tracked.load_failed = True
                     if self._events is not None:
                         self._events.missing([load.parts[0].hashes[first_bad]])
+                # Not asked for again: whatever was wrong with it may be wrong the next
+                # time.
+                tracked.load_failed = True
         for request_id in request_ids:
             if (found := self._tracked.get(request_id)) is not None:
                 found.loading = None

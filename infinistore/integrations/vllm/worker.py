@@ -133,6 +133,8 @@ class _Reading:
     hold: str = ""
     """The token of the hold on its blocks, if one was placed."""
     read_tokens: float = 0.0
+    ends: float = math.inf
+    """When it is given up."""
     is_over: bool = False
 
 
@@ -179,6 +181,7 @@ class WorkerSide:
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._store = store
+        self._clock = clock
         self._memory, self._disk = LinkMeter(clock), LinkMeter(clock)
         self._observed = observations or Observations()
         self._names = names
@@ -411,11 +414,13 @@ class WorkerSide:
         try:
             with self._record.trying("load"):
                 after()
+                if load.limit_s is not None:
+                    reading.ends = self._clock() + load.limit_s
                 with self._observed.timed("read"):
                     failed = self._read_parts(reading)
         finally:
             meter.end(load.tokens - reading.read_tokens)
-            self._observed.count(failed_reads=int(bool(failed)))
+            self._observed.count(failed_reads=int(bool(failed) and load.limit_s is None))
             with self._progress:
                 self._reading -= 1
                 if self._groups.is_uniform:
@@ -467,32 +472,46 @@ class WorkerSide:
             (part,) = load.parts
             return set(part.block_ids[self._read_leading(reading, part, keys[0]) :])
         complete = all(
-            self._read_batch(reading, layers, part.block_ids, of_part) == len(part.block_ids)
+            self._read_batch(reading, layers, part.block_ids[:count], of_part) == count
             for part, of_part in zip(load.parts, keys, strict=True)
-            for layers in self._batches(part.group, len(part.hashes))
+            for layers, count in self._batches(reading, part)
         )
         return set() if complete else set(load.block_ids)
 
     def _read_leading(self, reading: _Reading, part: Blocks, keys: _Keys) -> int:
         """Read all layers of the leading blocks. Returns how many are complete."""
         good = len(part.hashes)
-        for layers in self._batches(part.group, good):
-            while good and (found := self._read_batch(reading, layers, part.block_ids[:good], keys)) < good:
-                good = found  # and once more: only a read of nothing but what is there says that all of it is right
+        for layers, most in self._batches(reading, part):
+            # Again after a miss: only a read of nothing but what is there says that all
+            # of it is right.
+            while (count := min(good, most)) and (
+                found := self._read_batch(reading, layers, part.block_ids[:count], keys)
+            ) < count:
+                good = found
         return good
 
-    def _batches(self, group: int, blocks: int) -> Iterator[list[LayerCache]]:
-        """Return a group's layers in batches of one read: few large reads are fast."""
+    def _batches(self, reading: _Reading, part: Blocks) -> Iterator[tuple[list[LayerCache], int]]:
+        """Return the layers of a part in batches, each with how many of its leading
+        blocks are read.
+
+        Few large reads are fast. A load that may be given up has the layers one by one,
+        and before them ever more blocks of the first one: so none of its reads lasts
+        much longer than all those before.
+        """
+        blocks, layers = len(part.hashes), self._layers_of(part.group)
+        is_trial = reading.load.limit_s is not None
+        if is_trial and layers:
+            yield from ((layers[:1], 1 << number) for number in range((blocks - 1).bit_length()))
         batch: list[LayerCache] = []
         batch_bytes = 0
-        for layer in self._layers_of(group):
-            if batch and (layer.view is None or batch_bytes + blocks * layer.block_bytes > _READ_BYTES):
-                yield batch
+        for layer in layers:
+            if batch and (is_trial or layer.view is None or batch_bytes + blocks * layer.block_bytes > _READ_BYTES):
+                yield batch, blocks
                 batch, batch_bytes = [], 0
             batch.append(layer)
             batch_bytes += blocks * layer.block_bytes
         if batch:
-            yield batch
+            yield batch, blocks
 
     def _read_batch(
         self,
@@ -506,6 +525,8 @@ class WorkerSide:
         Returns the number of leading complete blocks.
         """
         count = len(block_ids)
+        if self._clock() >= reading.ends:
+            return 0
         if layers[0].view is None:
             (layer,) = layers
             offsets = [block_id * layer.stride_bytes for block_id in block_ids]

@@ -3,8 +3,10 @@ without vLLM.
 """
 
 import logging
+from collections.abc import Iterable
 from typing import Any
 
+import attrs
 import pytest
 
 from infinistore import blocking
@@ -88,7 +90,7 @@ class Engine:
 
     def loads(self, name: str, tokens: int = 4000, **options: Any) -> bool:
         given = {"cached_tokens": 0, "stored_tokens": tokens - 16, "is_on_disk": False, "queued": ()}
-        return self.choice.loads(name, **{"tokens": tokens, **given, **options})
+        return self.choice.loads(name, **{"tokens": tokens, **given, **options}).load
 
 
 def test_until_both_ways_are_measured_requests_load(clock: Clock) -> None:
@@ -160,9 +162,12 @@ def test_a_link_that_has_recovered_is_noticed(clock: Clock) -> None:
     asked = [engine.loads(f"request {number}") for number in range(40)]
     assert asked.count(True) == 2
     assert engine.observed.take()["counters"]["tried_loads"] == 2
-    for _ in range(60):  # what these have read
-        engine.read(1000, 0.001)
-    assert engine.loads("later")
+    for _ in range(2):
+        engine.read(40, 0.4)  # what these have read until they were given up
+    engine.clock.now += 61
+    assert [engine.loads(name) for name in ("a minute later", "beside it")] == [True, False]
+    engine.read(4000, 0.004)  # what that one has read
+    assert [engine.loads(name) for name in ("after it", "later")] == [True, True]
 
 
 def test_the_log_says_once_which_way_is_faster(clock: Clock, caplog: pytest.LogCaptureFixture) -> None:
@@ -192,6 +197,45 @@ def test_a_request_that_is_not_worth_loading_is_computed_and_not_stored_again(
     assert [block for part in step.saves for block in part.blocks.block_ids] == [13, 14]
     scheduler.finished(request)
     assert start(make_scheduler(store), MadeRequest.of(TOKENS)) == 3 * BLOCK_TOKENS
+
+
+def test_a_trial_on_a_link_that_is_still_slow_is_given_up_and_its_blocks_stay_known(
+    store: blocking.BlockingStore, clock: Clock, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    engine = Engine(clock)
+    engine.read(1000, 1000.0)
+    engine.compute(1000, 0.5)
+    fill(store, 3)
+    clock.now += 61
+    scheduler = make_scheduler(store, choice=engine.choice)
+    request = MadeRequest.of(TOKENS)
+    assert start(scheduler, request) == 3 * BLOCK_TOKENS
+    step = run(scheduler, MadeRequest.of([1], "another"), 1)
+    (load,) = step.loads
+    assert load.limit_s == pytest.approx(3 * BLOCK_TOKENS * 0.5 / 1000, rel=0.3)
+
+    sizes: list[int] = []
+
+    def slowly(items: Iterable[tuple[str, memoryview]]) -> list[int | None]:
+        asked = list(items)
+        sizes.append(len(asked))
+        clock.now += 0.001 * len(asked)
+        return [len(view) for _, view in asked]
+
+    monkeypatch.setattr(store, "get_many_into", slowly)
+    worker = make_worker(store, make_cache(2, blocks=40), clock=clock)
+    save(worker, step)
+    worker.close()
+    assert sizes == [1, 2, 3]  # blocks of the first layer, and of the others none
+    assert worker.take_failed_blocks() == {10, 11, 12}
+    report = worker.take_link_report()[1]
+    assert report is not None and report.memory is not None
+    assert attrs.astuple(report.memory) == pytest.approx((6 / 9 * 3 * BLOCK_TOKENS, 0.006, 0.0))
+
+    scheduler.loads_ended(["r"], {10, 11, 12})
+    request.num_computed_tokens = 0
+    assert scheduler.loadable_tokens(request, 0) == 0
+    assert [save.blocks.block_ids for save in run(scheduler, request, len(TOKENS)).saves] == [[13, 14]]
 
 
 def test_what_a_worker_reads_is_what_its_scheduler_learns(store: blocking.BlockingStore, clock: Clock) -> None:
