@@ -5,11 +5,11 @@ started again.
     make serve-bench SERVE_BENCH_ARGS="--tokens 768 --ways connector cluster disk"
     python bench/serve_bench.py --help
 
-All prompts are random, are asked at once, and get one token each. Cold is a vLLM that
-finds nothing in its store; warm is another vLLM, asked the same after the first has
-ended. The store runs on. Each vLLM has answered one other prompt before. Both must
-answer the same. Hits are the share of the prompts' tokens that vLLM got from the store,
-by its own metrics.
+All prompts are random, are asked at once, and get one token each; a few more come one
+by one, and get 16 tokens. Cold is a vLLM that finds nothing in its store; warm is
+another vLLM, asked the same after the first has ended. The store runs on. Each vLLM has
+answered one other prompt before. Both must answer the same. Hits are the share of the
+prompts' tokens that vLLM got from the store, by its own metrics.
 
 The ways:
 

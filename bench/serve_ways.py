@@ -26,6 +26,7 @@ OVERHEAD_ROUNDS = 4
 OVERHEAD_AT_LEAST = 2
 """Rounds of each, however long they take."""
 PAIR_TOKENS = 8
+ALONE, ALONE_TOKENS = 5, 16
 CONVERSATIONS, TURNS, TURN_TOKENS = 24, 10, 4
 ROUTED_ROUNDS, ROUTED_LOAD, ROUTED_STEP_TOKENS = 5, 0.9, 256
 STREAMS, STORM_PROMPT_TOKENS, STORM_TOKENS = 300, 48, 16
@@ -73,13 +74,36 @@ async def reuse(
     """One vLLM after the other, with a store that both use."""
     async with bench.vllm(transfer, lmcache=lmcache, model=model) as server:
         cold = await bench.round(f"{way}, cold", server)
+        cold_alone = await alone(bench, server)
     if between is not None:
         await between()
     async with bench.vllm(transfer, lmcache=lmcache, model=model) as server:
         warm = await bench.round(f"{way}, warm", server)
-    same = cold.answers == warm.answers
+        warm_alone = await alone(bench, server)
+    same = (cold.answers, cold_alone.answers) == (warm.answers, warm_alone.answers)
     rows = [Row(way, "cold", cold, True), Row(way, "warm", warm, same)]
-    return Outcome(rows, {"cold / warm": cold.ttft_mean_s / warm.ttft_mean_s}, failed=not warm.hit_tokens)
+    figures = {
+        "cold / warm": cold.ttft_mean_s / warm.ttft_mean_s,
+        "cold / warm, alone": cold_alone.ttft_s / warm_alone.ttft_s,
+    }
+    text = f"{way}: a prompt that comes alone has its first token after {cold_alone.ttft_s:.3f} s cold, and"
+    text += f" {warm_alone.ttft_s:.3f} s warm: 1/{figures['cold / warm, alone']:.1f}"
+    return Outcome(rows, figures, text, failed=not warm.hit_tokens)
+
+
+class Alone(NamedTuple):
+    """The median time to the first token of prompts that come alone, and the answers."""
+
+    ttft_s: float
+    answers: list[str]
+
+
+async def alone(bench: Bench, server: Vllm) -> Alone:
+    """Ask a few prompts one by one, for an answer of some length."""
+    bench.tell("one prompt alone")
+    prompts = [bench.prompt(f"alone {number}") for number in range(ALONE)]
+    made = [await bench.streamed(server, prompt, ALONE_TOKENS, "alone") for prompt in prompts]
+    return Alone(statistics.median(took_s for took_s, _ in made), [text for _, text in made])
 
 
 async def with_connector(bench: Bench) -> Outcome:

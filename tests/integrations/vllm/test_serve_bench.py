@@ -34,6 +34,7 @@ def test_a_vllm_that_was_started_again_finds_what_the_first_has_stored(tmp_path:
     assert made["cold"]["hit_tokens"] == 0
     assert 2 * 64 <= made["warm"]["hit_tokens"] <= made["warm"]["prompt_tokens"]
     assert made["warm"]["same"]
+    assert made["cold / warm, alone"] > 0
     assert 0 < made["cold"]["ttft_median_s"] <= made["cold"]["ttft_p99_s"]
 
 
