@@ -389,11 +389,14 @@ class _Tracked:
     """Whether a worker may still be saving this request's blocks."""
     stale: bool = False
     """Whether it has blocks of before a reset, so that none is saved."""
+    unknown: bool = False
+    """Whether its lookup failed, so that none is saved: all may be stored, and a link
+    that is slow would have no room for lookups any more."""
 
     @property
     def is_saved(self) -> bool:
         """Whether its blocks may be saved."""
-        return self.settings.save and not self.stale
+        return self.settings.save and not self.stale and not self.unknown
 
 
 class SchedulerSide:
@@ -727,6 +730,7 @@ class SchedulerSide:
         tracked.looking = None
         tracked.known_until = self._clock() + _ASK_AGAIN_S
         tracked.found = found or Found()
+        tracked.unknown = found is None and self._reads  # one that only writes does so for others, which wait
         if found is not None:
             if is_first and tracked.chain.hashes:
                 self._observed.count(

@@ -448,17 +448,18 @@ def test_blocks_of_a_request_that_is_given_up_just_after_it_was_preempted_are_no
     assert not scheduler.finished(request)
 
 
-def test_a_store_that_is_away_is_a_miss_and_found_when_it_is_back(
+def test_after_a_look_up_that_failed_only_an_engine_that_writes_for_others_saves(
     own_server: Member, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("infinistore.client.connection.circuit_breaker.FIRST_PAUSE_S", 0.0)
     now = 0.0
     with blocking.open_store(f"tcp://{own_server.address}?deadline_s=600", lazy=True) as store:
         own_server.stop()
-        scheduler, request = make_scheduler(store, clock=lambda: now), MadeRequest.of(TOKENS)
-
-        assert start(scheduler, request) == 0
-        assert len(run(scheduler, request, 22).saves) == 1  # it may be back by then
+        scheduler = make_scheduler(store, clock=lambda: now)
+        for engine, saves in ((scheduler, 0), (make_scheduler(store, reads=False), 1)):
+            request = MadeRequest.of(TOKENS)
+            assert start(engine, request) == 0
+            assert len(run(engine, request, 22).saves) == saves  # all of it may be stored; others may wait for it
         own_server.start()
         fill(store, 5)
         assert start(scheduler, MadeRequest.of(TOKENS, "later")) == 20
