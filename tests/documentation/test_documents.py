@@ -100,6 +100,7 @@ READERS = {
     ("docs/testing.md", "survivor"): survivor,
     ("docs/vllm-scale.md", "MultiConnector"): connector,
     ("docs/vllm-scale.md", "events_dump_endpoint"): connector,
+    ("docs/vllm-scale.md", '"shards": 4'): connector,
     ("docs/vllm.md", "<|im_start|>"): prompts,
     ("docs/vllm.md", "kv_transfer_params"): request,
 }
