@@ -139,7 +139,9 @@ def stored(engine: "MadeEngine", server: ServerProcess) -> Iterator[blocking.Blo
 def steps_of(engine: "MadeEngine", request: Any) -> tuple[int | None, list[Any]]:
     """What is to be read for a request, and what is saved of it."""
     connector: Any = engine.scheduler.connector
-    loadable, _ = connector.get_num_new_matched_tokens(request, 0)
+    loadable = None
+    while loadable is None:  # a step that computes does not wait for a look-up, and the next one asks again
+        loadable, _ = connector.get_num_new_matched_tokens(request, 0)
     blocks = SimpleNamespace(get_block_ids=lambda: ([1, 2, 3, 4, 5],))
     connector.update_state_after_alloc(request, blocks, 0)
     state = SimpleNamespace(resolve_block_ids=lambda _: ([1, 2, 3, 4, 5],), boundary_state_offloads={})
