@@ -125,7 +125,8 @@ def test_an_old_measurement_advises_to_load_until_computing_would_have_taken_as_
     bench = Bench(100)
     bench.computes()
     bench.clock.now += 9.0
-    assert bench.ask().limit_s is None
+    advice = bench.ask()
+    assert (advice.load, advice.limit_s) == (False, None)
     bench.clock.now += 1.5  # 60.5 s after the link was measured
     advice = bench.ask()
     assert (advice.load, advice.reason, bench.advisor.statistics.trials) == (True, Reason.TRIAL, 1)

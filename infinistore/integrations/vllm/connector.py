@@ -58,11 +58,11 @@ from infinistore.integrations.vllm.scheduler import Pins, SchedulerSide, read_pr
 from infinistore.integrations.vllm.settings import ConnectorSettings
 from infinistore.integrations.vllm.worker import WorkerSide
 
-_LOOK_UP_THREADS: Final = 4
-
 if TYPE_CHECKING:
     import torch
     from vllm.config import KVTransferConfig, VllmConfig
+
+_LOOK_UP_THREADS: Final = 4
 
 
 def check_load_failures(transfer: "KVTransferConfig") -> None:
@@ -198,7 +198,6 @@ class InfiniStoreConnector(KVConnectorBase_V1, SupportsHMA):
         self._observed = Observations()
         self._background = Background(record)
         scheduling = role is KVConnectorRole.SCHEDULER
-        self._look_ups = ThreadPoolExecutor(_LOOK_UP_THREADS, thread_name_prefix="infinistore-look-up")
         if scheduling and self._settings.events_dump_endpoint:
             blocks = self._settings.events_dump_blocks
             offer_dumps(vllm_config.kv_events_config, self._settings.events_dump_endpoint, blocks)
@@ -215,6 +214,8 @@ class InfiniStoreConnector(KVConnectorBase_V1, SupportsHMA):
             if layout.obstacle:
                 LOG.warning("InfiniStore: the model is computed, and nothing of it is stored: %s", layout.obstacle)
             self._teller = teller_of(vllm_config, kv_cache_config, layout.groups)
+            look_ups = ThreadPoolExecutor(_LOOK_UP_THREADS, thread_name_prefix="infinistore-look-up")
+            self._stack.callback(look_ups.shutdown, cancel_futures=True)
             self._scheduler = SchedulerSide(
                 store,
                 layout.names,
@@ -231,7 +232,7 @@ class InfiniStoreConnector(KVConnectorBase_V1, SupportsHMA):
                 background=self._background,
                 choice=self._choice(),
                 workers=vllm_config.parallel_config.world_size,
-                in_thread=self._look_ups.submit,
+                in_thread=look_ups.submit,
             )
             # For calls that look at all keys of the store, which takes it a while.
             self._patient = self._open_lazily(self._settings.deadline_s, role)
@@ -527,7 +528,6 @@ class InfiniStoreConnector(KVConnectorBase_V1, SupportsHMA):
     def shutdown(self) -> None:
         """Finish the writes and close the store."""
         self._background.close()
-        self._look_ups.shutdown(cancel_futures=True)
         if self._worker is not None:
             self._worker.close()
         if self._scheduler is not None:
