@@ -1,14 +1,14 @@
 """The scheduler's half: looks up a request's blocks, plans reads and writes, and pins
 blocks of important prompts.
 
-It runs in the scheduler's thread, where whatever waits delays all requests. So a lookup
-is made in another thread. While requests are computed, it is waited for only for half a
-millisecond of each step; a request whose lookup takes longer is asked about again in
-the next step, and the others go on. Lookups have a short deadline, and the client's
-circuit breaker protects against a store that does not answer. Every failure is a miss.
-A model of many layers has thousands of keys for a prompt, so of long prompts some keys
-of each block are asked for, a bounded number in all; a block of which others are
-missing is found out by the read, and computed.
+It runs in the scheduler's thread, where whatever waits delays all requests. So while
+requests are computed, a lookup is made in another thread, and waited for only for five
+milliseconds of each step, in which a store that is well has answered; a request whose
+lookup takes longer is asked about again in the next step, and the others go on. Lookups
+have a short deadline, and the client's circuit breaker protects against a store that
+does not answer. Every failure is a miss. A model of many layers has thousands of keys
+for a prompt, so of long prompts some keys of each block are asked for, a bounded number
+in all; a block of which others are missing is found out by the read, and computed.
 
 A lookup holds no blocks: a worker holds those that it cannot read at once. If some
 blocks are on disk only, the store reads them into memory while vLLM allocates memory
@@ -336,7 +336,7 @@ class Pins:
 
 _ASK_AGAIN_S = 1.0
 """How long the result of a lookup counts for a waiting request."""
-_PATIENCE_S: Final = 0.0005
+_PATIENCE_S: Final = 0.005
 """How long a step in which requests are computed waits for lookups, in all."""
 
 
@@ -410,7 +410,8 @@ class SchedulerSide:
     all tokens; the store is asked for that in the `background`. `pins` keeps blocks
     from being evicted. `choice` says whether what was found is loaded; without it, it
     always is. `workers` is how many workers tell when they are past a reset.
-    `in_thread` calls a function that looks up; without it, that is done at once.
+    `in_thread` calls a function that looks up while requests are computed; without it,
+    that is done at once.
     """
 
     def __init__(
@@ -713,7 +714,7 @@ class SchedulerSide:
                 return lookup.find(hashes, computed_tokens, most=most, reads=reads)
             return None
 
-        tracked.looking = self._in_thread(find)
+        tracked.looking = (_at_once if self._patience_s is None else self._in_thread)(find)
 
     def _is_answered(self, looking: _Answer) -> bool:
         """Wait for a lookup as long as this step may; return whether it has ended."""
