@@ -45,8 +45,8 @@ class LoopbackConnection(server.ConnectionMover):
 
     def __init__(self, conversation: Any, holdings: Any) -> None:
         conversation.transport, self._conversation, self._holdings = "loopback", conversation, holdings
-        self.handlers = {m.Reserve: self._reserve, m.Commit: holdings.commit, m.Abort: holdings.abort}
-        self.handlers |= {m.Lease: self._lease, m.Release: holdings.release}
+        self.handlers = {m.Reserve: self._reserve, m.Lease: self._lease}
+        self.quick = {m.Commit: holdings.commit, m.Abort: holdings.abort, m.Release: holdings.release}
 
     async def _reserve(self, request: m.Reserve, received: Any) -> None:
         await self._conversation.reply(await self._holdings.reserve(request.sizes, received))

@@ -75,6 +75,10 @@ class Tiers:
                 return self._disk.exists(keys)
         return self.core.exists(keys)
 
+    def waits_for_disk(self, keys: Sequence[str]) -> bool:
+        """Whether some of these keys are on disk only."""
+        return self._disk is not None and 2 in self.exists(keys)
+
     def match_prefix(self, keys: Sequence[str], *, touch: bool = True) -> PrefixMatch:
         """Count the leading keys that are there; touch those in memory.
 

@@ -180,6 +180,9 @@ class Conversation:
         """Who is at the other end, and what it may do."""
         self.shares_memory = False
         """Whether the client got memory of the server, the pool's or its tables."""
+        self.afterwards: Callable[[], object] | None = None
+        """What a quick handler has left to be done while its reply is read. It is done
+        when the reply has been sent, and may unpin what that has views of."""
         self._growth = growth
         self._reply_within_s = limits.transfer_s(limits.max_body_bytes, 0)
 
@@ -214,23 +217,25 @@ class Conversation:
     async def lease(
         self, request: Get | Lease | RdmaGet, received: Received, *, touch: bool = True, whole: bool = False
     ) -> CoreLease:
-        """Lease the keys of a request, if every block fits its capacity. Blocks on disk
-        are read first; what is late, fails, or finds no room stays missing. If the pool
-        has no room for all of them, lease the leading ones only, unless `whole`.
+        """Lease the keys of a request as `lease_now` does. Blocks on disk are read
+        first; what is late, fails, or finds no room stays missing. If the pool has no
+        room for all of them, lease the leading ones only, unless `whole`.
+        """
+        fitting, waits = self.tiers.fetch(request.keys, time_for_disks_s(received.deadline_us))
+        for wait in waits:
+            await settled(wait)
+        return self.lease_now(request, request.keys if whole else fitting, touch=touch)
+
+    def lease_now(self, request: Get | Lease | RdmaGet, keys: Sequence[str], *, touch: bool) -> CoreLease:
+        """Lease these keys of a request, if every block fits its capacity.
 
         `touch` is that of `StoreCore.lease`; a refused request counts as use in any
         case.
         """
-        keys: Sequence[str] = request.keys
-        tiers = self.tiers
-        if request.capacities and len(request.capacities) != len(keys):
-            raise ProtocolError(f"{len(keys)} keys and {len(request.capacities)} capacities")
-        fitting, waits = tiers.fetch(keys, time_for_disks_s(received.deadline_us))
-        for wait in waits:
-            await settled(wait)
-        keys = keys if whole else fitting
-        lease = self.core.lease(self.client, keys, max_bytes=self.limits.max_payload_bytes, touch=touch)
         capacities = request.capacities.tolist()
+        if capacities and len(capacities) != len(request.keys):
+            raise ProtocolError(f"{len(request.keys)} keys and {len(capacities)} capacities")
+        lease = self.core.lease(self.client, keys, max_bytes=self.limits.max_payload_bytes, touch=touch)
         if capacities and lease.lengths != capacities and any(map(gt, lease.lengths, capacities)):
             self.core.release(lease)
             if not touch:
@@ -253,11 +258,19 @@ class Conversation:
         self.connection.end_reply()
 
     async def send_answer(self, views: Sequence[memoryview]) -> None:
-        """Send the reply of a quick handler, and give back what it has replaced."""
+        """Send the reply of a quick handler, if it has one, and do what it has left."""
         try:
-            await self.send_reply(views)
+            if views:
+                await self.send_reply(views, self.limits.transfer_s(sum(map(len, views)), 0))
         finally:
-            self.core.free_replaced()
+            self.tidy()
+
+    def tidy(self) -> None:
+        """Do what a quick handler has left to be done."""
+        self.core.free_replaced()
+        afterwards, self.afterwards = self.afterwards, None
+        if afterwards is not None:
+            afterwards()
 
     async def send(self, exchange: Exchange[None], within_s: float) -> None:
         """Send within a time.
@@ -418,25 +431,36 @@ class Holdings:
 
     # Reservations
 
-    async def reserve(self, sizes: Numbers, received: Received, *, spare: bool = False) -> ReserveReply:
+    def reserve_now(self, sizes: Numbers, *, spare: bool = False) -> ReserveReply | None:
         """Open a reservation, and return the reply; the number is 0 for a spare one
-        that is not granted.
+        that is not granted. None if there may be room later: see `reserve`.
 
         Raises:
             LimitExceeded: too many reservations are open on this connection.
             OutOfMemory: there is no room.
         """
+        lengths = self._lengths_of_another(sizes)
+        client = self._conversation.client
+        try:
+            reservation = self._core.reserve_spare(client, lengths) if spare else self._core.reserve(client, lengths)
+        except OutOfMemory:
+            if self._conversation.may_grow:
+                return None
+            raise
+        return ReserveReply(0, pack_u64()) if reservation is None else self._open(reservation)
+
+    async def reserve(self, sizes: Numbers, received: Received) -> ReserveReply:
+        """As `reserve_now`; if the pool may grow, wait for that until the deadline."""
+        lengths = self._lengths_of_another(sizes)
+        return self._open(await self._conversation.reserve(lengths, received.deadline_us))
+
+    def _lengths_of_another(self, sizes: Numbers) -> list[int]:
         if len(self._reservations) >= MOST_OPEN:
             raise LimitExceeded(f"{MOST_OPEN} reservations are open on this connection; commit them first")
         self._core.limits.check_batch(len(sizes))
-        lengths = sizes.tolist()  # everything that looks at a list takes half the time that an array takes
-        reservation = (
-            self._core.reserve_spare(self._conversation.client, lengths)
-            if spare
-            else await self._conversation.reserve(lengths, received.deadline_us)
-        )
-        if reservation is None:
-            return ReserveReply(0, pack_u64())
+        return sizes.tolist()  # everything that looks at a list takes half the time that an array takes
+
+    def _open(self, reservation: Reservation) -> ReserveReply:
         number = next(self._numbers)
         self._reservations[number] = reservation
         return ReserveReply(number, pack_u64(pack_offsets(reservation.extents)))
@@ -484,7 +508,9 @@ class Holdings:
         if missing:
             raise ProtocolError(f"{in_units(missing)} of this reservation have not been filled")
 
-    async def commit(self, commit: Commit, received: Received) -> None:
+    # Quick handlers (`infinistore.server.movers.base`) that always answer.
+
+    def commit(self, commit: Commit, received: Received, at_once: bool) -> Sequence[memoryview]:
         """Answer a Commit: make a written batch visible. If the keys do not fit it, it
         stays open. Of too many checksums, one too many is looked at.
         """
@@ -498,14 +524,12 @@ class Holdings:
         if self._filled_bytes:
             self._filled_bytes.pop(commit.reservation, None)
         self._conversation.traffic.received_bytes += sum(map(_LENGTH, reservation.extents))
-        try:
-            await self._conversation.reply(PutReply(pack_u64(skipped)))
-        finally:
-            self._core.free_replaced()  # while the client reads the answer
+        return self._conversation.connection.begin_reply(PutReply(pack_u64(skipped)))
 
-    async def abort(self, abort: Abort, received: Received) -> None:
-        """Answer an Abort: give the room of a reservation back."""
+    def abort(self, abort: Abort, received: Received, at_once: bool) -> Sequence[memoryview]:
+        """Heed an Abort: give the room of a reservation back."""
         self.abort_reservation(abort.reservation)
+        return ()
 
     def abort_reservation(self, number: int) -> None:
         """Give the room of a reservation back.
@@ -563,12 +587,13 @@ class Holdings:
             raise ProtocolError(f"no lease {number} is open on this connection")
         return lease
 
-    async def release(self, release: Release, received: Received) -> None:
-        """Answer a Release: end a lease. Number 0 is the latest one, if it was kept."""
+    def release(self, release: Release, received: Received, at_once: bool) -> Sequence[memoryview]:
+        """Heed a Release: end a lease. Number 0 is the latest one, if it was kept."""
         number = release.lease or self._latest_lease
         if release.lease or number in self._leases:
             self._core.release(self.lease(number))
             del self._leases[number]
+        return ()
 
     # Tables that the client writes
 

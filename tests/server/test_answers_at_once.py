@@ -4,6 +4,7 @@ whatever comes between, in whatever pieces, and however slowly the answers are r
 
 import socket
 import struct
+from pathlib import Path
 from random import Random
 
 import pytest
@@ -15,19 +16,33 @@ from infinistore.errors import BufferTooSmall, InfiniStoreException, OutOfMemory
 from infinistore.protocol.codec import encode_head, pack_u64
 from infinistore.protocol.messages import (
     MISSING,
+    Abort,
+    Commit,
     Exists,
     ExistsReply,
     Get,
     GetReply,
     Keys,
+    Lease,
+    LeaseReply,
+    MatchPrefix,
+    MatchPrefixReply,
+    Message,
     Put,
     PutReply,
+    Release,
     Request,
+    Reserve,
+    ReserveReply,
+    Touch,
 )
+from infinistore.protocol.server_connection import Received
+from infinistore.server.session.receiving import Receiving
 from infinistore.transports.sockets.trio_streams import SocketStream
 from tests.server.running import KIB, Peer, make_config, running_server, simulated_server
 from tests.transports.memory_network import random_chunks
 
+MIB = 1024 * KIB
 ROOM = pack_u64([64 * KIB])
 
 
@@ -108,6 +123,66 @@ async def test_an_answer_that_is_not_read_yet_keeps_its_bytes(autojump_clock: Mo
         assert [await answer_to(reader, number, get("key")) for number in range(2)] == [old, old]
         await reader.ask(get("other 19"))
         assert await reader.payload() == new
+
+
+async def test_requests_that_need_no_wait_never_wake_their_session(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    woken: list[type[Message]] = []
+    hand_over = Receiving.next
+
+    async def noted(receiving: Receiving) -> Received | None:
+        received = await hand_over(receiving)
+        if received is not None:
+            woken.append(type(received.message))
+        return received
+
+    monkeypatch.setattr(Receiving, "next", noted)
+    keys, sizes, none = Keys(["a", "b"]), pack_u64([100, 16 * KIB]), pack_u64()
+    async with running_server(make_config(unix_socket=str(tmp_path / "store.sock"))) as server:
+        peer = await server.local_peer()
+        await peer.ask(Exists(keys))
+        assert woken == [Exists], "the first one, before it is known what this client asks"
+        for _ in range(2):
+            room = await peer.ask(Reserve(sizes))
+            assert isinstance(room, ReserveReply)
+            assert await peer.ask(Commit(room.reservation, keys, none)) == PutReply(none)
+        room = await peer.ask(Reserve(sizes, spare=True))
+        assert isinstance(room, ReserveReply)
+        await peer.send_head(Abort(room.reservation))
+        lease = await peer.ask(Lease(keys, sizes))
+        assert isinstance(lease, LeaseReply)
+        await peer.send_head(Release(lease.lease))
+        await peer.send_head(Touch(keys))
+        assert await peer.ask(MatchPrefix(keys)) == MatchPrefixReply(2)
+        assert isinstance(await peer.ask(Lease(keys, sizes, inline_bytes=64 * KIB)), LeaseReply)
+        await peer.payload()
+        assert await peer.ask(Exists(keys)) == ExistsReply(b"\1\1")
+        assert woken == [Exists]
+        figures = server.core.statistics()
+        assert (figures.leases, figures.reservations, figures.hits) == (0, 0, 6)
+        recorded = server.server.context.recorder.statistics()
+        counted = {one.kind: (one.count, one.payload_bytes) for one in recorded if one.kind in ("commit", "lease")}
+        assert counted == dict.fromkeys(("commit", "lease"), (2, 2 * sum(sizes)))
+
+
+async def test_blocks_stay_pinned_until_the_whole_answer_is_sent(tmp_path: Path) -> None:
+    config = make_config(unix_socket=str(tmp_path / "store.sock"), prealloc_bytes=4 * MIB)
+    async with running_server(config) as server:
+        reader, writer = await server.local_peer(), await server.peer()
+        old, new = b"o" * MIB, b"n" * MIB
+        await writer.ask(put("key", MIB), old)
+        await reader.ask(Exists(Keys(["key"])))
+        for session in server.server.sessions:
+            assert session.socket is not None
+            session.socket.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 64 * KIB)
+        await reader.send_head(Lease(Keys(["key"]), pack_u64(), inline_bytes=MIB))  # more than the socket takes
+        await server.until(leases=1)
+        for name in ("key", "b", "c", "d", "e", "f"):  # where the old block was would be used again
+            await writer.ask(put(name, MIB), new)
+        assert isinstance(await reader.reply_to_half(Lease(Keys(["key"]), pack_u64())), LeaseReply)
+        assert await reader.payload() == old
+        await server.until(leases=0, condemned_bytes=0)
 
 
 async def test_an_answer_that_goes_in_two_parts_is_counted_as_a_whole(autojump_clock: MockClock) -> None:

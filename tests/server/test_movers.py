@@ -107,7 +107,7 @@ def conversation() -> Iterator[Conversation]:
 
 
 async def ask(movers: Sequence[Mover], conversation: Conversation, message: Message) -> None:
-    _, handlers = open_movers(movers, conversation, Holdings(conversation))
+    _, handlers, _ = open_movers(movers, conversation, Holdings(conversation))
     await handlers[type(message)](message, Received(message, 1, 0, 0))
 
 
@@ -211,12 +211,8 @@ class LoopbackConnection(ConnectionMover):
     def __init__(self, conversation, holdings):
         self._conversation = conversation
         self._holdings = holdings
-        self.handlers = {
-            Reserve: self._reserve,
-            Commit: holdings.commit,
-            Abort: holdings.abort,
-            Release: holdings.release,
-        }
+        self.handlers = {Reserve: self._reserve}
+        self.quick = {Commit: holdings.commit, Abort: holdings.abort, Release: holdings.release}
 
     async def _reserve(self, reserve, received):
         self._conversation.transport = "loopback"

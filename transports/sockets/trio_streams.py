@@ -215,6 +215,8 @@ class SocketStream:
             alone = spinner is not None and spinner.chance(self)
             if spinner is not None:
                 spinner.moved(self)
+            self._awake_until = 0.0
+            self._drowsy = False
             answer = react(count)
             return _AWAKE if answer is None and alone else answer
 
@@ -236,8 +238,6 @@ class SocketStream:
                 except OSError as error:
                     raise broken(error) from error
                 self._credit = _YIELD_AFTER_BYTES
-                self._awake_until = 0.0
-                self._drowsy = False
                 if count != _AWAKE:
                     return count
 

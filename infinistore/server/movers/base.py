@@ -29,8 +29,10 @@ error. What it returns is counted as the outcome; None is "ok".
 
 QuickHandler: TypeAlias = Callable[[Any, Received, bool], Sequence[memoryview] | None]
 """Does what a request asks for in one step, and returns the reply that has begun, to be
-sent; None, without effect, if it would have to wait. If the reply is sent `at_once`,
-before anything else happens, it may have views of the pool.
+sent, or nothing for a message without one; None, without effect, if it would have to
+wait: then the `Handler` does it, and with `at_once` False it is called next. If the
+reply is sent `at_once`, before anything else happens, it may have views of the pool;
+so it may where `Conversation.afterwards` unpins them.
 """
 
 
@@ -38,9 +40,10 @@ class ConnectionMover(ABC):
     """A mover on one connection, whose `Holdings` have what the client holds."""
 
     handlers: Mapping[type[Message], Handler]
-    """The requests that it answers on this connection."""
+    """The requests that it answers on this connection, except those in `quick` that
+    never wait."""
     quick: Mapping[type[Message], QuickHandler] = {}
-    """For some of them, what answers most of these at once."""
+    """What answers some requests at once, always or most of the time."""
     client_touches_pool: ClassVar[bool] = False
     """Whether the client can touch the pool itself until its stream has ended."""
 

@@ -115,7 +115,7 @@ class _InlineConnection(ConnectionMover):
             return None
         core, key = self._core, get.keys[0]
         entry = core.find_one(conversation.client, key)
-        if entry is None and conversation.tiers.exists(get.keys) == b"\2":
+        if entry is None and conversation.tiers.waits_for_disk(get.keys):
             return None
         length = 0 if entry is None else length_of(entry)
         if length > (READ_AHEAD_BYTES if at_once else JOINED_BYTES):

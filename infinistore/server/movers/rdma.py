@@ -260,6 +260,9 @@ class _RdmaConnection(ConnectionMover):
             RdmaFill: self._fill,
             RdmaFetch: self._fetch,
             Reserve: self._reserve,
+        }
+        self.quick = {
+            Reserve: self._reserve_now,
             Commit: self._commit,
             Abort: self._abort,
             Release: self._release,
@@ -366,22 +369,26 @@ class _RdmaConnection(ConnectionMover):
 
     # Reservations that the server fills, and leases that it fetches from
 
-    async def _reserve(self, reserve: Reserve, received: Received) -> None:
+    def _reserve_now(self, reserve: Reserve, received: Received, at_once: bool) -> Sequence[memoryview] | None:
         self._check_connected(reserve)
-        await self._conversation.reply(await self._holdings.reserve(reserve.sizes, received, spare=reserve.spare))
+        reply = self._holdings.reserve_now(reserve.sizes, spare=reserve.spare)
+        return None if reply is None else self._conversation.connection.begin_reply(reply)
 
-    async def _commit(self, commit: Commit, received: Received) -> None:
+    async def _reserve(self, reserve: Reserve, received: Received) -> None:
+        await self._conversation.reply(await self._holdings.reserve(reserve.sizes, received))
+
+    def _commit(self, commit: Commit, received: Received, at_once: bool) -> Sequence[memoryview]:
         self._check_connected(commit)
         self._holdings.check_filled(commit.reservation)
-        await self._holdings.commit(commit, received)
+        return self._holdings.commit(commit, received, at_once)
 
-    async def _abort(self, abort: Abort, received: Received) -> None:
+    def _abort(self, abort: Abort, received: Received, at_once: bool) -> Sequence[memoryview]:
         self._check_connected(abort)
-        await self._holdings.abort(abort, received)
+        return self._holdings.abort(abort, received, at_once)
 
-    async def _release(self, release: Release, received: Received) -> None:
+    def _release(self, release: Release, received: Received, at_once: bool) -> Sequence[memoryview]:
         self._check_connected(release)
-        await self._holdings.release(release, received)
+        return self._holdings.release(release, received, at_once)
 
     async def _fill(self, fill: RdmaFill, received: Received) -> None:
         self._check_connected(fill)

@@ -8,7 +8,7 @@ machine gets the pool back only when they unmap it, too.
 """
 
 import os
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Sequence
 from contextlib import ExitStack, suppress
 from functools import partial
 from operator import itemgetter
@@ -18,6 +18,7 @@ import trio
 
 from infinistore.access.identity import Role
 from infinistore.core.arena import Arena, create_arena
+from infinistore.core.clients import Lease as CoreLease
 from infinistore.core.store import StoreCore
 from infinistore.core.tenants import Tenants
 from infinistore.errors import InfiniStoreException, OutOfMemory, PermissionDenied, ProtocolError
@@ -44,7 +45,7 @@ from infinistore.protocol.packed_offsets import pack_offsets
 from infinistore.protocol.server_connection import Received
 from infinistore.protocol.shared_tables import HAZARD_SLOTS, RemovalTable, granule_bytes_for, removal_table_bytes
 from infinistore.protocol.versions import Capability
-from infinistore.server.connection import ROOM_ONLY, ClientTables, Conversation, Holdings
+from infinistore.server.connection import JOINED_BYTES, ROOM_ONLY, ClientTables, Conversation, Holdings
 from infinistore.server.movers.base import ConnectionMover, Mover
 from infinistore.transports.base import DescriptorStream
 from infinistore.transports.sockets.raw_sockets import MAX_DESCRIPTORS
@@ -169,22 +170,38 @@ class _ShmConnection(ConnectionMover):
             MapTables: self._map_tables,
             Reserve: self._reserve,
             Prepare: self._prepare,
+            Lease: self._lease,
+        }
+        self.quick = {
+            Reserve: self._reserve_now,
+            Prepare: self._prepare_now,
             Commit: holdings.commit,
             Abort: holdings.abort,
-            Lease: self._lease,
+            Lease: self._lease_now,
             Release: holdings.release,
         }
 
-    async def _reserve(self, reserve: Reserve, received: Received) -> None:
+    def _reserve_now(self, reserve: Reserve, received: Received, at_once: bool) -> Sequence[memoryview] | None:
         self._check_may_write(reserve)
-        room = await self._holdings.reserve(reserve.sizes, received, spare=reserve.spare)
-        await self._conversation.reply(room)
-        if room.reservation:
-            self._holdings.reservation(room.reservation).entries()  # for the commit, while the client copies
-            if self._holdings.tables is None:  # else it commits without a message
-                self._await_copying(sum(reserve.sizes))
+        room = self._holdings.reserve_now(reserve.sizes, spare=reserve.spare)
+        return None if room is None else self._reserved(reserve, room)
 
-    async def _prepare(self, prepare: Prepare, received: Received) -> str | None:
+    async def _reserve(self, reserve: Reserve, received: Received) -> None:
+        room = await self._holdings.reserve(reserve.sizes, received)
+        await self._conversation.send_answer(self._reserved(reserve, room))
+
+    def _reserved(self, reserve: Reserve, room: ReserveReply) -> Sequence[memoryview]:
+        begun = self._conversation.connection.begin_reply(room)
+        if room.reservation:
+            self._conversation.afterwards = partial(self._while_copying, reserve, room.reservation)
+        return begun
+
+    def _while_copying(self, reserve: Reserve, number: int) -> None:
+        self._holdings.reservation(number).entries()  # for the commit
+        if self._holdings.tables is None:  # else it commits without a message
+            self._await_copying(sum(reserve.sizes))
+
+    def _prepare_now(self, prepare: Prepare, received: Received, at_once: bool) -> Sequence[memoryview] | None:
         """Name the blocks of a batch that the client commits by its commit word."""
         self._check_may_write(prepare)
         holdings = self._holdings
@@ -197,11 +214,28 @@ class _ShmConnection(ConnectionMover):
         self._core.commit_written()
         holdings.forget_committed(self._prepared)
         self._prepared = 0
-        room = ReserveReply(prepare.reservation, pack_u64())
-        if prepare.sizes:
-            if prepare.reservation:
-                raise ProtocolError(f"a Prepare of reservation {prepare.reservation} asks for room, too")
-            room = await holdings.reserve(prepare.sizes, received)
+        if prepare.sizes and prepare.reservation:
+            raise ProtocolError(f"a Prepare of reservation {prepare.reservation} asks for room, too")
+        if self._core.is_being_written(prepare.keys):
+            return None  # it is not accepted, which is another outcome
+        room = holdings.reserve_now(prepare.sizes) if prepare.sizes else self._room_of(prepare)
+        return None if room is None else self._named(prepare, room)[0]
+
+    async def _prepare(self, prepare: Prepare, received: Received) -> str | None:
+        room = await self._holdings.reserve(prepare.sizes, received) if prepare.sizes else self._room_of(prepare)
+        begun, accepted = self._named(prepare, room)
+        await self._conversation.send_answer(begun)
+        return None if accepted else ROOM_ONLY
+
+    @staticmethod
+    def _room_of(prepare: Prepare) -> ReserveReply:
+        return ReserveReply(prepare.reservation, pack_u64())
+
+    def _named(self, prepare: Prepare, room: ReserveReply) -> tuple[Sequence[memoryview], bool]:
+        """Return the reply, and whether what is written there has names."""
+        holdings = self._holdings
+        tables = holdings.tables
+        assert tables is not None
         number = room.reservation
         reservation = holdings.reservation(number)
         checksums = len(prepare.keys) if prepare.checksums else 0
@@ -216,10 +250,10 @@ class _ShmConnection(ConnectionMover):
             self._prepared = number
             self._conversation.traffic.received_bytes += sum(map(_LENGTH, reservation.extents))
         removals = self._removals if accepted else 0
-        await self._conversation.reply(PrepareReply(accepted, number, room.places, removals))
+        begun = self._conversation.connection.begin_reply(PrepareReply(accepted, number, room.places, removals))
         if not prepare.checksums:
-            reservation.entries()  # for the commit, while the client copies
-        return None if accepted else ROOM_ONLY
+            self._conversation.afterwards = reservation.entries  # for the commit, while the client copies
+        return begun, accepted
 
     def _check_may_write(self, request: Message) -> None:
         """Refuse room to a client that could not write to it: committed unwritten, room
@@ -238,11 +272,20 @@ class _ShmConnection(ConnectionMover):
         removals = self._mover.removals
         return 0 if removals is None else removals.count
 
-    async def _lease(self, request: Lease, received: Received) -> None:
-        """Keep a lease for the client, or send the blocks if they are few bytes."""
+    def _lease_now(self, request: Lease, received: Received, at_once: bool) -> Sequence[memoryview] | None:
         self._holdings.begin_lease()
         conversation = self._conversation
-        lease = await conversation.lease(request, received, touch=False)
+        if conversation.tiers.waits_for_disk(request.keys):
+            return None
+        return self._leased(request, conversation.lease_now(request, request.keys, touch=False))
+
+    async def _lease(self, request: Lease, received: Received) -> None:
+        lease = await self._conversation.lease(request, received, touch=False)
+        await self._conversation.send_answer(self._leased(request, lease))
+
+    def _leased(self, request: Lease, lease: CoreLease) -> Sequence[memoryview]:
+        """Keep a lease for the client, or send the blocks if they are few bytes."""
+        conversation = self._conversation
         lengths = lease.lengths
         total = sum(lengths)
         sizes = pack_u64(lengths if all(lengths) else [length or MISSING for length in lengths])
@@ -254,22 +297,21 @@ class _ShmConnection(ConnectionMover):
         removals = self._removals
         if self._core.is_being_written(request.keys) or self._core.retention.end_any(request.keys):
             removals = 0  # the client must ask again
-        if total > request.inline_bytes:
-            number = self._holdings.keep_latest(lease)
-            conversation.traffic.sent_bytes += total
-            try:
-                await conversation.reply(LeaseReply(number, sizes, pack_u64(lease.checksums), places, removals))
-            finally:
-                self._core.touch(request.keys[: len(lengths)])  # while the client reads the answer
-            if request.inline_bytes or request.capacities:  # else it is to be looked at in place
-                self._await_copying(total)
-            return
-        try:
-            reply = LeaseReply(0, sizes, pack_u64(lease.checksums), places, removals)
-            await conversation.send_blocks(reply, lease.merged_views, received)
-        finally:
+        is_kept = total > request.inline_bytes
+        number = self._holdings.keep_latest(lease) if is_kept else 0
+        reply = LeaseReply(number, sizes, pack_u64(lease.checksums), places, removals)
+        begun = conversation.connection.begin_reply(reply, () if is_kept else lease.merged_views)
+        conversation.traffic.sent_bytes += total
+
+        def afterwards() -> None:
             self._core.touch(request.keys[: len(lengths)])
-            self._core.release(lease)
+            if not is_kept:
+                self._core.release(lease)
+            elif request.inline_bytes or request.capacities:  # else it is to be looked at in place
+                self._await_copying(total)
+
+        conversation.afterwards = afterwards
+        return [memoryview(b"".join(begun))] if not is_kept and 0 < total <= JOINED_BYTES else begun
 
     def _await_copying(self, count: int) -> None:
         """Stay awake while the client copies so many bytes: being woken up would take a

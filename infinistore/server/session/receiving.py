@@ -15,14 +15,14 @@ from typing import Any
 
 import trio
 
-from infinistore.answers import exists
+from infinistore.answers import exists, match_prefix
 from infinistore.kept_errors import KeptError
 from infinistore.protocol.effects import LongBody
-from infinistore.protocol.messages import Exists, Message
+from infinistore.protocol.messages import Exists, MatchPrefix, Message, Touch
 from infinistore.protocol.server_connection import Received, ServerConnection
 from infinistore.server.budgets import BodyBudget, BodyGrant
 from infinistore.server.connection import Conversation, Holdings
-from infinistore.server.movers.base import ConnectionMover, Handler, QuickHandler
+from infinistore.server.movers.base import QuickHandler
 from infinistore.server.recorder import OK, Recorder, outcome_of
 from infinistore.transports.base import ReactingStream, Stream, can_react, drive
 
@@ -136,16 +136,13 @@ class AnswersAtOnce:
         self._holdings = holdings
         self._recorder = recorder
         self._begun: Sequence[memoryview] | KeptError | None = None
-        self._begun_bytes = 0
-
-    def handlers_of(
-        self, movers: Sequence[ConnectionMover], handlers: Mapping[type[Message], Handler]
-    ) -> dict[type[Message], QuickHandler]:
-        """Return what there is for the requests that these movers answer."""
-        found: dict[type[Message], QuickHandler] = {}
-        for mover in movers:
-            found |= {kind: one for kind, one in mover.quick.items() if handlers[kind] == mover.handlers[kind]}
-        return found | {Exists: self._exists}
+        self._begun_bytes = (0, 0)
+        self.own: dict[type[Message], QuickHandler] = {
+            Exists: self._exists,
+            MatchPrefix: self._match_prefix,
+            Touch: self._touch,
+        }
+        """Those of requests that need no mover."""
 
     def answer(self, received: Received, stream: ReactingStream) -> bool:
         """Answer a request; False if the session is to do that, or to end it."""
@@ -155,7 +152,7 @@ class AnswersAtOnce:
             return False
         conversation, clock = self._conversation, self._recorder.clock
         traffic = conversation.traffic
-        start, sent_before = clock(), traffic.sent_bytes
+        start, received_before, sent_before = clock(), traffic.received_bytes, traffic.sent_bytes
         self._holdings.listen()
         try:
             begun = handler(message, received, True)
@@ -164,29 +161,33 @@ class AnswersAtOnce:
             return False
         if begun is None:
             return False
+        rest: Sequence[memoryview] = ()
+        outcome = OK
         try:
-            rest = stream.send_now(begun)
+            if begun:
+                rest = stream.send_now(begun)
+                if rest and conversation.afterwards is None:
+                    rest = [memoryview(b"".join(rest))]  # the pool may be changed until it is sent
         except Exception as error:  # what was asked for is done, and whoever asked has gone
-            self._count(received, outcome_of(error), start, sent_before)
+            outcome = outcome_of(error)
             raise
         finally:
-            conversation.core.free_replaced()
+            if rest:  # the session sends it, and counts the request
+                self._begun = rest
+                self._begun_bytes = traffic.received_bytes - received_before, traffic.sent_bytes - sent_before
+                traffic.received_bytes, traffic.sent_bytes = received_before, sent_before
+            else:
+                conversation.tidy()
+                traffic.requests += 1
+                traffic.received_bytes += received.payload_bytes
+                moved_bytes = traffic.received_bytes - received_before + traffic.sent_bytes - sent_before
+                kind, elapsed_s = type(message), clock() - start
+                self._recorder.record(kind, conversation.transport, outcome, moved_bytes, elapsed_s)
         if rest:
-            self._begun = [memoryview(b"".join(rest))]  # the pool may be changed until it is sent
-            # Counted by the session, with the request.
-            self._begun_bytes, traffic.sent_bytes = traffic.sent_bytes - sent_before, sent_before
             return False
-        conversation.connection.end_reply()
-        self._count(received, OK, start, sent_before)
+        if begun:
+            conversation.connection.end_reply()
         return True
-
-    def _count(self, received: Received, outcome: str, start: float, sent_before: int) -> None:
-        conversation, recorder = self._conversation, self._recorder
-        traffic = conversation.traffic
-        traffic.requests += 1
-        traffic.received_bytes += received.payload_bytes
-        moved_bytes = received.payload_bytes + traffic.sent_bytes - sent_before
-        recorder.record(type(received.message), conversation.transport, outcome, moved_bytes, recorder.clock() - start)
 
     def begin(self, received: Received) -> Sequence[memoryview] | None:
         """Return an answer, or what is left of it, to be sent by the session; None if
@@ -195,15 +196,30 @@ class AnswersAtOnce:
         if isinstance(begun, KeptError):
             raise begun.again()
         if begun is not None:
-            self._conversation.traffic.sent_bytes += self._begun_bytes
+            traffic = self._conversation.traffic
+            traffic.received_bytes += self._begun_bytes[0]
+            traffic.sent_bytes += self._begun_bytes[1]
             return begun
         message: Any = received.message
         handler = self.handlers.get(type(message))
         begun = None if handler is None else handler(message, received, False)
-        self.likely = begun is not None or (handler is not None and len(message.keys) == 1)
+        self.likely = begun is not None or (handler is not None and len(getattr(message, "keys", ())) == 1)
         return begun
 
     def _exists(self, request: Exists, received: Received, at_once: bool) -> Sequence[memoryview]:
         conversation = self._conversation
         reply = exists(request, conversation.tiers, conversation.client, 0.0)
         return conversation.connection.begin_reply(reply)
+
+    def _match_prefix(self, request: MatchPrefix, received: Received, at_once: bool) -> Sequence[memoryview]:
+        conversation = self._conversation
+        tiers = conversation.tiers
+        reply = match_prefix(request, tiers, conversation.client, 0.0, touch=False)
+        begun = conversation.connection.begin_reply(reply)
+        if not request.hold_us:
+            conversation.afterwards = partial(tiers.core.touch, request.keys[: reply.matched])
+        return begun
+
+    def _touch(self, touch: Touch, received: Received, at_once: bool) -> Sequence[memoryview]:
+        self._holdings.note_use(touch)
+        return ()

@@ -22,7 +22,7 @@ import trio
 
 from infinistore.access.audit import Audit
 from infinistore.access.identity import ALL_ROLES, DEFAULT_IDENTITY, Identity, Proof, Role
-from infinistore.answers import ANSWERS, match_prefix, removals
+from infinistore.answers import ANSWERS, removals
 from infinistore.core.clients import Client
 from infinistore.core.store import StoreCore
 from infinistore.disk.tiers import Tiers
@@ -52,7 +52,6 @@ from infinistore.protocol.messages import (
     Statistics,
     StatisticsReply,
     TakeOver,
-    Touch,
     Tree,
 )
 from infinistore.protocol.server_connection import Received, ServerConnection, TooManyKeys
@@ -71,7 +70,7 @@ from infinistore.server.connection import (
 )
 from infinistore.server.disk import ServerDisks, settle, time_for_disks_s
 from infinistore.server.maintenance import PoolGrowth
-from infinistore.server.movers.base import ConnectionMover, Handler, Mover
+from infinistore.server.movers.base import ConnectionMover, Handler, Mover, QuickHandler
 from infinistore.server.recorder import CANCELLED, OK, Recorder, outcome_of
 from infinistore.server.session.receiving import AnswersAtOnce, Receiving
 from infinistore.server.take_over.giving import HandoverServer, refuse_take_over, socket_of
@@ -262,15 +261,16 @@ async def _refuse(error: type[InfiniStoreException], why: str, message: Message,
 
 def open_movers(
     movers: Sequence[Mover], conversation: Conversation, holdings: Holdings
-) -> tuple[list[ConnectionMover], dict[type[Message], Handler]]:
+) -> tuple[list[ConnectionMover], dict[type[Message], Handler], dict[type[Message], QuickHandler]]:
     """Open the movers that are available on a connection; return them, and what handles
-    each request.
+    each request, and at once.
 
     The first mover in order that handles a request gets it. A request that none of them
     handles is refused with the reason of the first mover that knows it.
     """
     opened: list[ConnectionMover] = []
     handlers: dict[type[Message], Handler] = {}
+    quick: dict[type[Message], QuickHandler] = {}
     refused: dict[type[Message], Handler] = {}
     try:
         for mover in movers:
@@ -281,13 +281,14 @@ def open_movers(
                 continue
             one = mover.open(conversation, holdings)
             opened.append(one)
-            for kind, handler in one.handlers.items():
-                handlers.setdefault(kind, handler)
+            taken = handlers.keys() | quick.keys()
+            handlers |= {kind: handler for kind, handler in one.handlers.items() if kind not in taken}
+            quick |= {kind: handler for kind, handler in one.quick.items() if kind not in taken}
     except BaseException:
         for one in opened:
             one.close()
         raise
-    return opened, {**refused, **handlers}
+    return opened, {**refused, **handlers}, quick
 
 
 DISCARDED_BYTES = 16 * 1024 * 1024
@@ -353,15 +354,13 @@ class Session:
         self._holdings = Holdings(conversation)
         self._removed = RemovalWaits(conversation)
         try:
-            self._movers, handlers = open_movers(context.movers, conversation, self._holdings)
+            self._movers, handlers, quick = open_movers(context.movers, conversation, self._holdings)
         except BaseException:
             self._holdings.give_back()
             raise
         self._handlers: dict[type[Any], Handler] = {
             TooManyKeys: refuse_too_many_keys,
-            MatchPrefix: self._match_prefix,
             Statistics: self._statistics,
-            Touch: self._touch,
             FollowRemovals: self._removed.answer,
             **handlers,
         }
@@ -369,8 +368,7 @@ class Session:
         self._handlers[TakeOver] = refuse_take_over if giving is None else partial(giving.answer, conversation)
         self._answers = _ANSWERS
         self._at_once = AnswersAtOnce(conversation, self._holdings, context.recorder)
-        quick = self._at_once.handlers_of(self._movers, handlers)
-        self._permitted = self._handlers, self._answers, quick
+        self._permitted = self._handlers, self._answers, quick | self._at_once.own
         self._permit(identity)
 
     @property
@@ -646,21 +644,8 @@ class Session:
         event = "denied" if outcome.get("denied") else what.lower()
         self._audit.note(event, tenant=self.identity.tenant, says=self.name, request=what, **outcome)
 
-    async def _match_prefix(self, match: MatchPrefix, received: Received) -> None:
-        conversation = self._conversation
-        tiers = conversation.tiers
-        reply = match_prefix(match, tiers, conversation.client, 0.0, touch=False)
-        try:
-            await conversation.reply(reply)
-        finally:
-            if not match.hold_us:
-                tiers.core.touch(match.keys[: reply.matched])  # while the client reads the answer
-
     async def _statistics(self, request: Statistics, received: Received) -> None:
         await self._conversation.reply(StatisticsReply(await self._context.statistics(request.details)))
-
-    async def _touch(self, touch: Touch, received: Received) -> None:
-        self._holdings.note_use(touch)
 
 
 class SessionRegistry:
