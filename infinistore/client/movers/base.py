@@ -89,6 +89,8 @@ class Mover(ABC):
     """Whether blocks of a part are written before it is known that another is missing.
     """
     handlers: Mapping[type[Any], Handler]
+    inline_bytes: int = 0
+    """Up to how many bytes in memory of this process it leaves a put to `inline`."""
     mapped: Closable | None = None
     """Memory of the server that it has mapped: closed when the server has ended, and
     nothing can be moved any more."""

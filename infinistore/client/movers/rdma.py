@@ -361,7 +361,7 @@ class RdmaMover(Mover):
         self._rdma = rdma
         self._pause = pause
         self._queue: Queue | None = queue
-        self._inline_bytes = inline_bytes
+        self.inline_bytes = inline_bytes
         self._staged: Staging | None = None
         self._owed: Release | Abort | None = None
         """What gives back what the server keeps for the batch under way, if it keeps
@@ -375,7 +375,7 @@ class RdmaMover(Mover):
             return ""
         if self._queue is None:
             return "a transfer has failed on this connection"
-        if isinstance(request, PutPart) and request.total_bytes <= self._inline_bytes:
+        if isinstance(request, PutPart) and request.total_bytes <= self.inline_bytes:
             return "a small batch is quicker inline"
         return ""
 
@@ -469,12 +469,12 @@ class RdmaMover(Mover):
         staging: Staging | None = None
         if target is not None:
             get = RdmaGet(
-                keys, capacities, pack_u64(target.addresses), _one_if_same(target.keys), 0, self._inline_bytes
+                keys, capacities, pack_u64(target.addresses), _one_if_same(target.keys), 0, self.inline_bytes
             )
         else:
             staging = self._staging()
             place = pack_u64([staging.span.address]), pack_u64([staging.span.key])
-            get = RdmaGet(keys, capacities, *place, len(staging), self._inline_bytes)
+            get = RdmaGet(keys, capacities, *place, len(staging), self.inline_bytes)
         reply = expect(RdmaGetReply, await self._channel.ask(get))
         self._channel.holding = bool(reply.lease)
         self._owed = Release(reply.lease) if reply.lease else None

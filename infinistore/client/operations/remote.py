@@ -1,6 +1,7 @@
 """Requests over one connection: cut to the server's limits, handed to its movers."""
 
 import re
+import sys
 from collections.abc import Callable, Coroutine, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from itertools import compress
@@ -120,8 +121,10 @@ class RemoteOperations:
         self._put_routes = self._routes[PutPart]
         self._get_routes = self._routes[GetPart]
         self._lookups_first = any(mover.writes_before_it_tells for mover in movers)
-        # Where nothing else could carry a single block, it goes without being a part.
-        self._inline = movers[0] if len(movers) == 1 and isinstance(movers[0], InlineMover) else None
+        # A single block goes without being a part, where nothing else would carry it.
+        self._inline = movers[-1] if isinstance(movers[-1], InlineMover) else None
+        self._gets_inline = len(movers) == 1
+        self._puts_inline_bytes = min((mover.inline_bytes for mover in movers[:-1]), default=sys.maxsize)
 
     async def _carry(self, routes: _Routes, request: Any) -> Any:
         """Hand a request to the first mover that can carry it; None if none does."""
@@ -148,7 +151,7 @@ class RemoteOperations:
         batch, replace, ttl_us = request.batch, request.replace, request.ttl_us
         keys, views = batch
         hello = self._channel.hello
-        most = min(hello.max_value_bytes, hello.max_batch_bytes)
+        most = min(hello.max_value_bytes, hello.max_batch_bytes, self._puts_inline_bytes)
         if self._inline and len(keys) == 1 and replace and not (ttl_us or on_device) and len(views[0]) <= most:
             return await self._inline.put_one(keys, views[0])
         total = sum(sizes := list(map(len, views)))
@@ -223,7 +226,7 @@ class RemoteOperations:
     async def get_into(self, request: requests.GetInto) -> list[int | None]:
         """Read a batch into memory; return the stored lengths, None if missing."""
         batch = request.batch
-        if self._inline is not None and len(batch.keys) == 1:
+        if self._inline and self._gets_inline and len(batch.keys) == 1:
             return [await self._inline.get_one(batch.keys, batch.views[0])]
         return await self._get_into(batch, request.all_or_nothing)
 

@@ -140,7 +140,7 @@ class ShmMover(Mover):
         self._connection = channel.connection
         self.pool = self.mapped = pool
         self._pins = channel.pins
-        self._inline_bytes = inline_bytes
+        self.inline_bytes = inline_bytes
         self._known_reads = pool.machine.known_reads(pool.known, channel.pins, pool.machine.map_memory)
         self._last_sizes = pack_u64()  # of the last put
         self._spare: ReserveReply | None = None  # room for a put like the last
@@ -165,7 +165,7 @@ class ShmMover(Mover):
         if self._maps_nothing and isinstance(request, PutPart | GetPart | requests.Lease | requests.Reserve):
             return MAPS_NOTHING
         if isinstance(request, PutPart):
-            if request.total_bytes <= self._inline_bytes:
+            if request.total_bytes <= self.inline_bytes:
                 return "a small batch is quicker inline"
             if self.pool.arena_count and not self.pool.writable:
                 return "clients may not write to the pool"
@@ -301,7 +301,7 @@ class ShmMover(Mover):
         keys = part.keys
         if await self._read_known(part):
             return len(keys)
-        lease = Lease(keys, part.capacities, self._inline_bytes)
+        lease = Lease(keys, part.capacities, self.inline_bytes)
         reply = expect(LeaseReply, await self._channel.ask(lease))
         self._channel.holding = bool(reply.lease)
         self._take_note(lease, reply)
@@ -371,7 +371,7 @@ class ShmMover(Mover):
             checksums = await self.pool.copier.copy(sources, targets, sizes, total, hash_targets=part.verify)
             done = True
         except OutOfMemory:  # where there is no room to map the pool, short blocks go over the socket
-            if total > self._inline_bytes:
+            if total > self.inline_bytes:
                 raise
         with self._pins.lock:
             self._known_reads.unpin(pinned)
