@@ -33,7 +33,8 @@ The ways:
     overhead    nothing to reuse: rounds with the connector and without, in turns
 
 Prompts of 768 tokens suit two cores, where each way takes a few minutes. A signal
-(Ctrl-C) ends everything that was started. With `--check`, the exit status is 1, too, if
+(Ctrl-C) ends everything that was started; with `--resume FILE`, what has ended by then
+is kept, and the next run measures the rest. With `--check`, the exit status is 1, too, if
 a figure is worse than it is wanted to be for prompts of 2,048 tokens.
 """
 
@@ -53,6 +54,7 @@ from rich.progress import BarColumn, Progress, TaskID, TextColumn, TimeElapsedCo
 from rich.table import Table
 
 from programs import ProgramError
+from serve_kept import Kept
 from serve_wanted import WANTED, misses
 from serve_ways import OVERHEAD_AT_LEAST, WAYS, Outcome
 from served import BLOCK_TOKENS, Bench
@@ -126,6 +128,12 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
         help=f"overhead begins no round after this, but has at least {OVERHEAD_AT_LEAST} of each; default: 4",
     )
     parser.add_argument("--limit", type=float, default=60, metavar="MINUTES", help="give up after this; default: 60")
+    parser.add_argument(
+        "--resume",
+        type=Path,
+        metavar="FILE",
+        help="keep what each way measured there, and measure what it lacks",
+    )
     parser.add_argument("--check", action="store_true", help="fail where a figure is worse than it is wanted to be")
     form = parser.add_mutually_exclusive_group()
     form.add_argument("--json", action="store_true", help="print JSON instead of a table")
@@ -145,7 +153,9 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     return given
 
 
-async def run(given: argparse.Namespace, folder: Path, console: Console, outcomes: dict[str, Outcome]) -> int:
+async def run(
+    given: argparse.Namespace, folder: Path, console: Console, kept: Kept, outcomes: dict[str, Outcome]
+) -> int:
     """Measure all ways, and add what comes of each; return the status to end with."""
     columns = (TextColumn("{task.description}"), BarColumn(), TextColumn("{task.percentage:.0f}%"), TimeElapsedColumn())
     status = 0
@@ -177,7 +187,13 @@ async def run(given: argparse.Namespace, folder: Path, console: Console, outcome
                     await bench.make_model(given.layers, given.hidden)
                     bench.advance(1)
                     for way in given.ways:
-                        outcomes[way] = await WAYS[way][0](bench)
+                        if way in kept.outcomes:
+                            tell(f"{way}: as it was measured before")
+                            outcomes[way] = kept.outcomes[way]
+                            bench.advance(WAYS[way][1])
+                        else:
+                            outcomes[way] = await WAYS[way][0](bench)
+                            kept.add(way, outcomes[way])
                         for line in lines_of(outcomes[way]):
                             console.print(line, markup=False)
             outer.cancel_scope.cancel()
@@ -200,12 +216,13 @@ def main() -> int:
     that is checked is worse than wanted."""
     given = parse()
     console = Console(stderr=True)
-    if "slow-link" in given.ways:
-        try:
+    try:
+        kept = Kept(given.resume, {name: getattr(given, name) for name in ("prompts", "tokens", "layers", "hidden")})
+        if "slow-link" in given.ways:
             enter_own_network()
-        except ProgramError as refused:
-            console.print(f"gave up: {refused}", markup=False)
-            return 1
+    except ProgramError as refused:
+        console.print(f"gave up: {refused}", markup=False)
+        return 1
     with ExitStack() as stack:
         folder = given.logs or Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="serve-bench-")))
         folder.mkdir(parents=True, exist_ok=True)
@@ -214,7 +231,7 @@ def main() -> int:
         for number in (signal.SIGINT, signal.SIGTERM):  # one that comes at the very end ends nothing early
             signal.signal(number, lambda *_: None)
         try:
-            status = trio.run(run, given, folder, console, made)
+            status = trio.run(run, given, folder, console, kept, made)
         except* ProgramError as group:
             error = group
         while isinstance(error, BaseExceptionGroup):
