@@ -3,6 +3,7 @@
     python bench/eviction.py                          loops, scans, Zipf, agents' trees
     python bench/eviction.py --trace FILE             requests in Mooncake's format
     python bench/eviction.py --pools 0.05,0.5         sizes, as parts of all blocks that are asked for
+    python bench/eviction.py --disks 0.1,0.2,0.5      stores with a disk of these sizes below the first pool
 
 The strategies are the product's own classes, with the index of its core, one key for
 each block. A block counts as a hit if all blocks before it in the prompt are hits. The
@@ -11,6 +12,10 @@ It need not keep what is put. Three strategies that the product does not have ar
 for comparison: S3-FIFO (Yang et al., SOSP 2023), SIEVE (Zhang et al., NSDI 2024) and ARC
 (Megiddo and Modha, FAST 2003).
 
+With --disks, a whole embedded store with a disk in a temporary folder (TMPDIR) is asked,
+and every block is durable before the next request. What it has in memory is on disk,
+too, so it is compared with pools as large as the disk.
+
 Nothing is timed: the figures do not depend on the machine.
 """
 
@@ -18,11 +23,13 @@ import argparse
 import heapq
 import math
 import random
+import tempfile
 from collections import OrderedDict, deque
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Protocol
 
+from infinistore.blocking import open_store
 from infinistore.core.index import Entry, Index
 from infinistore.eviction import eviction_class, eviction_names
 from infinistore.traces import TRACE_BLOCK_TOKENS, read_trace
@@ -33,6 +40,8 @@ Request = tuple[list[str], int]
 """Keys, one for each block of a prompt; and its length in tokens."""
 BLOCK: Entry = (0, 0, 1 << 20, 0)
 POOLS = "0.05,0.1,0.2,0.3,0.4,0.5,0.6,0.7,0.83,0.95,1"
+BLOCK_KIB = 16
+"""The length of a block in a store with a disk."""
 
 
 class Cache(Protocol):
@@ -228,6 +237,35 @@ def hit_tokens(requests: Iterable[Request], strategy: str, blocks: int) -> int:
     return total
 
 
+def hit_tokens_over_disk(
+    requests: Iterable[Request], strategy: str, blocks: int, disk_blocks: int, folder: Path
+) -> tuple[int, int]:
+    """Return how many tokens a store with a pool and a disk of so many blocks has in
+    memory and on disk together, and how many of them in memory.
+    """
+    block_bytes = BLOCK_KIB * 1024
+    value, target = bytes(block_bytes), bytearray(block_bytes)
+    total = in_memory = 0
+    with open_store(
+        pool_bytes=blocks * block_bytes,
+        minimal_allocate_bytes=block_bytes,
+        eviction=strategy,
+        disk=f"{folder}:{disk_blocks * BLOCK_KIB}KiB",
+        disk_admission="eager",
+        disk_wait_s=60,
+    ) as store:
+        for keys, tokens in requests:
+            found = store.match_prefix(keys)
+            total += min(found * TRACE_BLOCK_TOKENS, tokens)
+            in_memory += min(found.in_memory * TRACE_BLOCK_TOKENS, tokens)
+            if found:
+                store.get_many_into([(key, target) for key in keys[:found]])
+            if missing := keys[found:]:
+                store.put_many([(key, value) for key in missing])
+                store.flush(missing)
+    return total, in_memory
+
+
 def optimum(requests: Sequence[Request], blocks: int) -> int:
     """Return how many tokens a pool has that knows the future."""
     next_use: dict[str, float] = {}
@@ -312,20 +350,48 @@ def show(name: str, requests: Sequence[Request], pools: Sequence[float], strateg
         print(f"{strategy:10}", *(f"{part:6.1%}" for part in found), flush=True)
 
 
+def show_over_disk(
+    name: str, requests: Sequence[Request], pool: float, disks: Sequence[float], strategies: Sequence[str]
+) -> None:
+    """Print a table: a pool over disks, beside pools as large as those."""
+    blocks = len({key for keys, _ in requests for key in keys})
+    asked = sum(tokens for _, tokens in requests)
+    print(f"\n{name}: {len(requests):,} requests; a pool of {pool:.0%} of {blocks:,} blocks over a disk")
+    print("disk                    ", *(f"{part:13.0%}" for part in disks), flush=True)
+    for strategy in strategies:
+        cells, pools = [], []
+        for part in disks:
+            size = int(part * blocks)
+            with tempfile.TemporaryDirectory() as folder:
+                got = hit_tokens_over_disk(requests, strategy, int(pool * blocks), size, Path(folder, "disk"))
+            cells.append("{:6.1%} {:6.1%}".format(*(one / asked for one in got)))
+            pools.append(f"{hit_tokens(requests, strategy, size) / asked:13.1%}")
+        print(f"{strategy:10} all, memory  ", *cells, flush=True)
+        print(f"{'':10} as large pool", *pools, flush=True)
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--trace", type=Path, action="append", default=[], help="requests in Mooncake's format")
     parser.add_argument("--pools", default=POOLS, help=f"sizes of the pool (default: {POOLS})")
+    parser.add_argument("--disks", help="sizes of disks below the first of these pools, for the product's strategies")
     parser.add_argument("--strategies", default=",".join([*eviction_names(), *OTHERS]), help="default: all")
     arguments = parser.parse_args()
     pools = [float(part) for part in arguments.pools.split(",")]
     strategies = arguments.strategies.split(",")
+
+    def show_one(name: str, requests: Sequence[Request]) -> None:
+        if arguments.disks is None:
+            show(name, requests, pools, strategies)
+        else:
+            disks = [float(part) for part in arguments.disks.split(",")]
+            show_over_disk(name, requests, pools[0], disks, [one for one in strategies if one not in OTHERS])
+
     for file in arguments.trace:
         with file.open() as lines:
-            requests = [(list(map(str, one.blocks)), one.tokens) for one in read_trace(lines)]
-        show(file.name, requests, pools, strategies)
+            show_one(file.name, [(list(map(str, one.blocks)), one.tokens) for one in read_trace(lines)])
     for name, generate in () if arguments.trace else GENERATED.items():
-        show(name, generate(), pools, strategies)
+        show_one(name, generate())
 
 
 if __name__ == "__main__":
