@@ -40,6 +40,7 @@ a figure is worse than it is wanted to be for prompts of 2,048 tokens.
 
 import argparse
 import json
+import shlex
 import signal
 import sys
 import tempfile
@@ -121,6 +122,12 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--layers", type=int, default=8, help="layers of the model; default: 8")
     parser.add_argument("--hidden", type=int, default=768, help="its hidden size, a multiple of 64; default: 768")
     parser.add_argument(
+        "--vllm",
+        default="",
+        metavar="FLAGS",
+        help="further flags of each vllm serve, such as --vllm='--data-parallel-size 2'",
+    )
+    parser.add_argument(
         "--overhead-minutes",
         type=float,
         default=4,
@@ -146,6 +153,10 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
         parser.error(f"--prompts: from 1 to 1000, not {given.prompts}")
     if given.hidden < 64 or given.hidden % 64 or given.layers < 1:
         parser.error("--hidden: a multiple of 64; --layers: at least 1")
+    try:
+        shlex.split(given.vllm)
+    except ValueError as error:
+        parser.error(f"--vllm: {error}")
     if given.check and not WANTED.keys() & given.ways:
         parser.error(f"--check: nothing is wanted of these ways, but of {', '.join(WANTED)}")
     if given.limit <= 0 or given.overhead_minutes <= 0:
@@ -217,7 +228,8 @@ def main() -> int:
     given = parse()
     console = Console(stderr=True)
     try:
-        kept = Kept(given.resume, {name: getattr(given, name) for name in ("prompts", "tokens", "layers", "hidden")})
+        settings = ("prompts", "tokens", "layers", "hidden", "vllm")
+        kept = Kept(given.resume, {name: str(getattr(given, name)) for name in settings})
         if "slow-link" in given.ways:
             enter_own_network()
     except ProgramError as refused:

@@ -3,6 +3,7 @@ a run that was ended measures only what is missing.
 """
 
 import json
+import shlex
 from collections.abc import Mapping
 from pathlib import Path
 
@@ -17,7 +18,7 @@ __all__ = ["Kept"]
 
 @attrs.frozen
 class _Contents:
-    settings: dict[str, int]
+    settings: dict[str, str]
     outcomes: dict[str, Outcome]
 
 
@@ -29,7 +30,7 @@ class Kept:
         ProgramError: the file cannot be read, or was made with other settings.
     """
 
-    def __init__(self, file: Path | None, settings: Mapping[str, int]) -> None:
+    def __init__(self, file: Path | None, settings: Mapping[str, str]) -> None:
         self._file = file
         self._settings = dict(settings)
         self.outcomes: dict[str, Outcome] = {}
@@ -41,7 +42,7 @@ class Kept:
         except Exception as error:
             raise ProgramError(f"--resume {file}: not a file of this program; name another one") from error
         if found.settings != self._settings:
-            before = " ".join(f"--{name} {value}" for name, value in found.settings.items())
+            before = shlex.join(f"--{name}={value}" for name, value in found.settings.items())
             raise ProgramError(f"--resume {file}: was measured with {before}; give the same, or name another file")
         self.outcomes = found.outcomes
 

@@ -8,6 +8,7 @@ import math
 import os
 import random
 import re
+import shlex
 import sys
 import urllib.request
 from collections.abc import AsyncIterator, Callable, Sequence
@@ -93,6 +94,7 @@ class Bench:
         self.prompts: int = given.prompts
         self.tokens: int = given.tokens
         self.overhead_minutes: float = given.overhead_minutes
+        self._flags = shlex.split(given.vllm)
         self.folder = folder
         self.model = folder / "model"
         self.tell = tell
@@ -169,7 +171,7 @@ class Bench:
             **(_ALL_CORES if unbound else {}),
             **({} if core is None else {"VLLM_CPU_OMP_THREADS_BIND": str(core), "OMP_NUM_THREADS": "1"}),
         }
-        command = [str(_HERE / "vllm_command.py"), *serve, *sizes, "--enforce-eager", *given, *flags]
+        command = [str(_HERE / "vllm_command.py"), *serve, *sizes, "--enforce-eager", *given, *flags, *self._flags]
         self.tell("vLLM starts")
         async with self._running("vLLM", command, environment=environment) as program:
             await program.wait_until_it_says("Application startup complete", limit_s=_START_S)

@@ -76,6 +76,7 @@ def test_a_check_of_nothing_is_refused(capsys: pytest.CaptureFixture[str]) -> No
         ("--tokens 63", "--tokens: from 64 to 7900, not 63"),
         ("--prompts 0", "--prompts: from 1 to 1000, not 0"),
         ("--hidden 100", "--hidden: a multiple of 64"),
+        ("--vllm=it's", "--vllm: No closing quotation"),
         ("--limit 0", "--limit and --overhead-minutes: more than 0 minutes"),
         ("--overhead-minutes -1", "--limit and --overhead-minutes: more than 0 minutes"),
         ("--ways nothing", "invalid choice: 'nothing'"),
@@ -108,7 +109,7 @@ def test_a_miss_is_told_and_fails_where_figures_are_checked(
     assert told.err.count("\n") == status, "a line for each miss"
 
 
-SETTINGS = {"prompts": 2, "tokens": 64}
+SETTINGS = {"prompts": "2", "vllm": "--data-parallel-size 2"}
 
 
 def test_what_a_way_has_measured_is_kept_until_all_ways_have(tmp_path: Path) -> None:
@@ -139,7 +140,7 @@ def test_without_a_file_nothing_is_kept() -> None:
     case=[
         ("no JSON", "not a file of this program"),
         ('{"settings": {}}', "not a file of this program"),
-        ('{"settings": {"prompts": 50, "tokens": 64}, "outcomes": {}}', "was measured with --prompts 50 --tokens 64"),
+        ('{"settings": {"prompts": "50", "vllm": ""}, "outcomes": {}}', "was measured with --prompts=50 --vllm=; give"),
     ]
 )
 def test_a_file_of_something_else_is_refused(case: tuple[str, str], tmp_path: Path) -> None:

@@ -22,8 +22,9 @@ def command(*arguments: str) -> list[str]:
     return [sys.executable, str(PROGRAM), *arguments]
 
 
-def test_a_vllm_that_was_started_again_finds_what_the_first_has_stored(tmp_path: Path) -> None:
-    asked = command(*SMALL, "--ways", "connector", "--json", "--logs", str(tmp_path))
+@pytest.mark.parametrize("flags", ["", "--api-server-count 2", "--data-parallel-size 2"])
+def test_a_vllm_that_was_started_again_finds_what_the_first_has_stored(flags: str, tmp_path: Path) -> None:
+    asked = command(*SMALL, "--ways", "connector", "--json", "--logs", str(tmp_path), f"--vllm={flags}")
 
     done = subprocess.run(asked, capture_output=True, text=True, check=False)
 
