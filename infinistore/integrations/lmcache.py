@@ -25,12 +25,6 @@ from typing import Any, TypeVar
 import attrs
 import msgpack
 import torch
-from lmcache.logging import init_logger
-from lmcache.utils import CacheEngineKey
-from lmcache.v1.memory_management import MemoryFormat, MemoryObj
-from lmcache.v1.storage_backend.connector import ConnectorAdapter, ConnectorContext, extract_plugin_type
-from lmcache.v1.storage_backend.connector.base_connector import RemoteConnector
-from lmcache.v1.storage_backend.local_cpu_backend import LocalCPUBackend
 
 from infinistore import aio, blocking
 from infinistore.errors import BufferTooSmall, ChecksumMismatch, ConfigError, DiskFailed
@@ -39,8 +33,17 @@ from infinistore.integrations.internal.held_prefixes import HeldPrefixes
 from infinistore.integrations.internal.record import Record
 from infinistore.integrations.internal.settings import StoreSettings
 from infinistore.integrations.internal.store_calls import match_and_hold, pin_loaded, read_ahead, read_exactly
+from infinistore.integrations.internal.tested_release import tested_with
 from infinistore.integrations.internal.weights import identity_of_files
 from infinistore.sizes import in_units
+
+with tested_with("LMCache", "lmcache", "0.5.6"):
+    from lmcache.logging import init_logger
+    from lmcache.utils import CacheEngineKey
+    from lmcache.v1.memory_management import MemoryFormat, MemoryObj
+    from lmcache.v1.storage_backend.connector import ConnectorAdapter, ConnectorContext, extract_plugin_type
+    from lmcache.v1.storage_backend.connector.base_connector import RemoteConnector
+    from lmcache.v1.storage_backend.local_cpu_backend import LocalCPUBackend
 
 __all__ = ["InfiniStoreConnector", "InfiniStoreConnectorAdapter"]
 

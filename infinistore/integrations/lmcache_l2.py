@@ -23,20 +23,23 @@ from contextlib import ExitStack
 from typing import Any
 
 import attrs
-from lmcache.lmcache_native import Bitmap
-from lmcache.logging import init_logger
-from lmcache.v1.distributed.api import MemoryLayoutDesc, ObjectKey
-from lmcache.v1.distributed.internal_api import L1MemoryDesc, L2StoreResult
-from lmcache.v1.distributed.l2_adapters.base import L2AdapterInterface, L2TaskId
-from lmcache.v1.memory_management import MemoryObj
-from lmcache.v1.platform import create_event_notifier
 
 from infinistore import blocking
 from infinistore.errors import ConfigError
 from infinistore.integrations.internal.blocking_store_calls import match_and_hold, pin_loaded, read_ahead, read_exactly
 from infinistore.integrations.internal.record import Record
 from infinistore.integrations.internal.settings import StoreSettings
+from infinistore.integrations.internal.tested_release import tested_with
 from infinistore.integrations.internal.weights import WeightFiles, weight_files
+
+with tested_with("LMCache", "lmcache", "0.5.6"):
+    from lmcache.lmcache_native import Bitmap
+    from lmcache.logging import init_logger
+    from lmcache.v1.distributed.api import MemoryLayoutDesc, ObjectKey
+    from lmcache.v1.distributed.internal_api import L1MemoryDesc, L2StoreResult
+    from lmcache.v1.distributed.l2_adapters.base import L2AdapterInterface, L2TaskId
+    from lmcache.v1.memory_management import MemoryObj
+    from lmcache.v1.platform import create_event_notifier
 
 __all__ = ["InfiniStoreL2Adapter"]
 

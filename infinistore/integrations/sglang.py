@@ -28,16 +28,6 @@ from functools import lru_cache, partial
 from typing import Any, Final, NamedTuple
 
 import torch
-from sglang.srt.mem_cache.hicache_storage import (
-    HiCacheStorage,
-    HiCacheStorageConfig,
-    HiCacheStorageExtraInfo,
-    PoolHitPolicy,
-    PoolName,
-    PoolTransfer,
-    PoolTransferResult,
-)
-from sglang.srt.runtime_context import get_server_args
 
 from infinistore import blocking
 from infinistore.errors import ConfigError
@@ -47,7 +37,20 @@ from infinistore.integrations.internal.prefix_keys import fingerprint
 from infinistore.integrations.internal.record import Record
 from infinistore.integrations.internal.resets import delete_all
 from infinistore.integrations.internal.settings import StoreSettings
+from infinistore.integrations.internal.tested_release import tested_with
 from infinistore.integrations.internal.weights import identity_of_files
+
+with tested_with("SGLang", "sglang", "0.5.23"):
+    from sglang.srt.mem_cache.hicache_storage import (
+        HiCacheStorage,
+        HiCacheStorageConfig,
+        HiCacheStorageExtraInfo,
+        PoolHitPolicy,
+        PoolName,
+        PoolTransfer,
+        PoolTransferResult,
+    )
+    from sglang.srt.runtime_context import get_server_args
 
 __all__ = ["InfiniStoreHiCache"]
 

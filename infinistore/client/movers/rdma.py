@@ -468,9 +468,7 @@ class RdmaMover(Mover):
         target = None if views is None else self._rdma.memory.locate(views, writable=True)
         staging: Staging | None = None
         if target is not None:
-            get = RdmaGet(
-                keys, capacities, pack_u64(target.addresses), _one_if_same(target.keys), 0, self.inline_bytes
-            )
+            get = RdmaGet(keys, capacities, pack_u64(target.addresses), _one_if_same(target.keys), 0, self.inline_bytes)
         else:
             staging = self._staging()
             place = pack_u64([staging.span.address]), pack_u64([staging.span.key])

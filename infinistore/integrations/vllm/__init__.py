@@ -21,8 +21,9 @@ routers of themselves), and `connector`, vLLM's class. Only `connector`, `layout
 `kv_events` need vLLM; the first is imported on first use.
 """
 
-from importlib.metadata import PackageNotFoundError, version
 from typing import TYPE_CHECKING, Final
+
+from infinistore.integrations.internal.tested_release import tested_with
 
 if TYPE_CHECKING:
     from infinistore.integrations.vllm.connector import InfiniStoreConnector
@@ -39,19 +40,6 @@ if not TYPE_CHECKING:
     def __getattr__(name: str) -> object:
         if name != "InfiniStoreConnector":
             raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-        try:
+        with tested_with("vLLM", "vllm", f"{TESTED_VLLM}.*"):
             from infinistore.integrations.vllm.connector import InfiniStoreConnector
-        except ImportError as error:
-            if error.name is None or error.name.partition(".")[0] != "vllm":
-                raise
-            raise ImportError(_not_this_vllm(error), name=error.name) from error
         return InfiniStoreConnector
-
-
-def _not_this_vllm(error: ImportError) -> str:
-    try:
-        found = f"with vLLM {version('vllm')} ({error})"
-    except PackageNotFoundError:
-        found = "without vLLM"
-    remedy = f"pip install 'vllm=={TESTED_VLLM}.*' installs one that it was tested with"
-    return f"the connector of this InfiniStore does not work {found}; {remedy}"

@@ -1,0 +1,73 @@
+"""An engine that lacks what its adapter needs is told by its version, with a remedy."""
+
+import importlib
+import importlib.metadata
+import re
+import sys
+from pathlib import Path
+
+import pytest
+
+from infinistore.integrations.internal import tested_release
+
+PROJECT = Path(__file__).resolve().parents[2]
+ADAPTERS = {
+    "vllm": ("vLLM", "vllm", "vllm"),
+    "lmcache": ("LMCache", "lmcache", "lmcache.no-deps"),
+    "lmcache_l2": ("LMCache", "lmcache", "lmcache.no-deps"),
+    "sglang": ("SGLang", "sglang", "sglang.no-deps"),
+}
+"""The engine of each, its package, and the file with what tests install."""
+
+
+def import_adapter(name: str) -> object:
+    module = importlib.import_module(f"infinistore.integrations.{name}")
+    return module.InfiniStoreConnector if name == "vllm" else module
+
+
+@pytest.mark.parametrize("adapter", ADAPTERS)
+@pytest.mark.parametrize("installed", ["0.2.0", None])
+def test_an_engine_that_an_adapter_cannot_import_is_one_error_with_a_remedy(
+    adapter: str, installed: str | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pytest.importorskip("torch", reason="adapters import it first: make test")
+    engine, package, _ = ADAPTERS[adapter]
+
+    def version(name: str) -> str:
+        if installed is None:
+            raise importlib.metadata.PackageNotFoundError(name)
+        return installed
+
+    monkeypatch.setattr(tested_release, "version", version)
+    prefix = f"infinistore.integrations.{adapter}"
+    for name in [name for name in sys.modules if name == prefix or name.startswith(f"{prefix}.")]:
+        monkeypatch.delitem(sys.modules, name)
+    for name in [name for name in sys.modules if name.startswith(f"{package}.")]:
+        monkeypatch.delitem(sys.modules, name)
+    monkeypatch.setitem(sys.modules, package, None)
+    says = f"without {engine}" if installed is None else rf"with {engine} 0\.2\.0 \(.*{package}"
+    with pytest.raises(ImportError, match=says + rf".*; pip install '{package}==[0-9.*]+' installs one"):
+        import_adapter(adapter)
+
+
+def test_what_an_adapter_itself_lacks_is_told_as_it_is() -> None:
+    with (
+        pytest.raises(ModuleNotFoundError, match="No module named 'other_package'"),
+        tested_release.tested_with("vLLM", "vllm", "1.0"),
+    ):
+        importlib.import_module("other_package")
+
+
+@pytest.mark.parametrize("adapter", ADAPTERS)
+def test_pages_adapters_and_tests_are_about_the_same_release(adapter: str) -> None:
+    engine, package, requirements = ADAPTERS[adapter]
+    module = PROJECT / "infinistore" / "integrations" / adapter
+    text = (module / "__init__.py" if module.is_dir() else module.with_suffix(".py")).read_text()
+    found = re.search(rf'"{package}", f?"([^"]+)"\)', text)
+    assert found is not None
+    from infinistore.integrations.vllm import TESTED_VLLM
+
+    release = found[1].replace("{TESTED_VLLM}", TESTED_VLLM).removesuffix("*")
+    assert f"{engine} {release}" in (PROJECT / "docs" / f"{package}.md").read_text()
+    wanted = (PROJECT / "requirements" / f"{requirements}.txt").read_text()
+    assert f"{package}=={release}" in wanted or f"{engine} {release}" in wanted
