@@ -261,7 +261,7 @@ class Conversation:
         """Send the reply of a quick handler, if it has one, and do what it has left."""
         try:
             if views:
-                await self.send_reply(views, self.limits.transfer_s(sum(map(len, views)), 0))
+                await self.send_reply(views, max(self._reply_within_s, self.limits.transfer_s(sum(map(len, views)), 0)))
         finally:
             self.tidy()
 
