@@ -2,11 +2,11 @@
 come in pieces, for which others may have to wait, and those that are answered in one
 step.
 
-Most requests for one block, or about keys, have nothing to wait for, apart from the
-socket that takes the answer, which has room for it. So while the session waits for the
-next one, its stream may hand it over to `AnswersAtOnce.answer`, and no task is woken
-for it (`ReactingStream`). What takes more is left to the session, which calls `begin`
-first.
+Most requests for one block, about keys, or for room and pins in shared memory, have
+nothing to wait for, apart from the socket that takes the answer, which has room for it.
+So while the session waits for the next one, its stream may hand it over to
+`AnswersAtOnce.answer`, and no task is woken for it (`ReactingStream`). What takes more
+is left to the session, which calls `begin` first.
 """
 
 from collections.abc import Awaitable, Callable, Mapping, Sequence
