@@ -2,12 +2,14 @@
 
 import importlib
 import importlib.metadata
+import importlib.util
 import re
 import sys
 from pathlib import Path
 
 import pytest
 
+from infinistore.integrations import vllm
 from infinistore.integrations.internal import tested_release
 
 PROJECT = Path(__file__).resolve().parents[2]
@@ -20,9 +22,16 @@ ADAPTERS = {
 """The engine of each, its package, and the file with what tests install."""
 
 
-def import_adapter(name: str) -> object:
-    module = importlib.import_module(f"infinistore.integrations.{name}")
-    return module.InfiniStoreConnector if name == "vllm" else module
+def import_again(adapter: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Run an adapter's imports; other tests keep the module that they have."""
+    if adapter == "vllm":
+        monkeypatch.delitem(sys.modules, "infinistore.integrations.vllm.connector", raising=False)
+        _ = vllm.InfiniStoreConnector
+        return
+    spec = importlib.util.find_spec(f"infinistore.integrations.{adapter}")
+    assert spec is not None
+    assert spec.loader is not None
+    spec.loader.exec_module(importlib.util.module_from_spec(spec))
 
 
 @pytest.mark.parametrize("adapter", ADAPTERS)
@@ -39,15 +48,12 @@ def test_an_engine_that_an_adapter_cannot_import_is_one_error_with_a_remedy(
         return installed
 
     monkeypatch.setattr(tested_release, "version", version)
-    prefix = f"infinistore.integrations.{adapter}"
-    for name in [name for name in sys.modules if name == prefix or name.startswith(f"{prefix}.")]:
-        monkeypatch.delitem(sys.modules, name)
     for name in [name for name in sys.modules if name.startswith(f"{package}.")]:
         monkeypatch.delitem(sys.modules, name)
     monkeypatch.setitem(sys.modules, package, None)
     says = f"without {engine}" if installed is None else rf"with {engine} 0\.2\.0 \(.*{package}"
     with pytest.raises(ImportError, match=says + rf".*; pip install '{package}==[0-9.*]+' installs one"):
-        import_adapter(adapter)
+        import_again(adapter, monkeypatch)
 
 
 def test_what_an_adapter_itself_lacks_is_told_as_it_is() -> None:
@@ -65,9 +71,7 @@ def test_pages_adapters_and_tests_are_about_the_same_release(adapter: str) -> No
     text = (module / "__init__.py" if module.is_dir() else module.with_suffix(".py")).read_text()
     found = re.search(rf'"{package}", f?"([^"]+)"\)', text)
     assert found is not None
-    from infinistore.integrations.vllm import TESTED_VLLM
-
-    release = found[1].replace("{TESTED_VLLM}", TESTED_VLLM).removesuffix("*")
+    release = found[1].replace("{TESTED_VLLM}", vllm.TESTED_VLLM).removesuffix("*")
     assert f"{engine} {release}" in (PROJECT / "docs" / f"{package}.md").read_text()
     wanted = (PROJECT / "requirements" / f"{requirements}.txt").read_text()
     assert f"{package}=={release}" in wanted or f"{engine} {release}" in wanted
