@@ -183,6 +183,7 @@ class Conversation:
         self.afterwards: Callable[[], object] | None = None
         """What a quick handler has left to be done while its reply is read. It is done
         when the reply has been sent, and may unpin what that has views of."""
+        self._within_s = 0.0  # of the next `send_answer`, if blocks were begun
         self._growth = growth
         self._reply_within_s = limits.transfer_s(limits.max_body_bytes, 0)
 
@@ -221,6 +222,7 @@ class Conversation:
         first; what is late, fails, or finds no room stays missing. If the pool has no
         room for all of them, lease the leading ones only, unless `whole`.
         """
+        _check_capacities(request)
         fitting, waits = self.tiers.fetch(request.keys, time_for_disks_s(received.deadline_us))
         for wait in waits:
             await settled(wait)
@@ -232,9 +234,8 @@ class Conversation:
         `touch` is that of `StoreCore.lease`; a refused request counts as use in any
         case.
         """
+        _check_capacities(request)
         capacities = request.capacities.tolist()
-        if capacities and len(capacities) != len(request.keys):
-            raise ProtocolError(f"{len(request.keys)} keys and {len(capacities)} capacities")
         lease = self.core.lease(self.client, keys, max_bytes=self.limits.max_payload_bytes, touch=touch)
         if capacities and lease.lengths != capacities and any(map(gt, lease.lengths, capacities)):
             self.core.release(lease)
@@ -261,12 +262,13 @@ class Conversation:
         """Send the reply of a quick handler, if it has one, and do what it has left."""
         try:
             if views:
-                await self.send_reply(views, max(self._reply_within_s, self.limits.transfer_s(sum(map(len, views)), 0)))
+                await self.send_reply(views, self._within_s)
         finally:
             self.tidy()
 
     def tidy(self) -> None:
         """Do what a quick handler has left to be done."""
+        self._within_s = 0.0
         self.core.free_replaced()
         afterwards, self.afterwards = self.afterwards, None
         if afterwards is not None:
@@ -293,12 +295,19 @@ class Conversation:
 
     def send_blocks(self, reply: Reply, views: Sequence[memoryview], received: Received) -> Awaitable[None]:
         """Send a reply with blocks as its payload."""
+        sent = self.begin_blocks(reply, views, received)
+        within_s, self._within_s = self._within_s, 0.0
+        return self.send_reply(sent, within_s)
+
+    def begin_blocks(self, reply: Reply, views: Sequence[memoryview], received: Received) -> Sequence[memoryview]:
+        """Return what is to be sent, as the answer of a quick handler, of a reply with
+        blocks as its payload.
+        """
         payload_bytes = sum(map(len, views))
         self.traffic.sent_bytes += payload_bytes
-        sent = self.connection.begin_reply(reply, views)
-        if 0 < payload_bytes <= JOINED_BYTES:
-            sent = [memoryview(b"".join(sent))]
-        return self.send_reply(sent, self.limits.transfer_s(payload_bytes, received.deadline_us))
+        begun = self.connection.begin_reply(reply, views)
+        self._within_s = self.limits.transfer_s(payload_bytes, received.deadline_us)
+        return [memoryview(b"".join(begun))] if 0 < payload_bytes <= JOINED_BYTES else begun
 
 
 async def send_fatal_error(connection: ServerConnection, stream: Stream, error: InfiniStoreException) -> None:
@@ -326,6 +335,11 @@ async def linger(stream: Stream) -> None:
         buffer = [memoryview(bytearray(_LINGER_BYTES))]
         while await stream.receive_into(buffer):
             pass
+
+
+def _check_capacities(request: Get | Lease | RdmaGet) -> None:
+    if request.capacities and len(request.capacities) != len(request.keys):
+        raise ProtocolError(f"{len(request.keys)} keys and {len(request.capacities)} capacities")
 
 
 def too_small(get: Get | Lease | RdmaGet, sizes: Sequence[int]) -> BufferTooSmall:

@@ -122,8 +122,8 @@ class RemoteOperations:
         self._get_routes = self._routes[GetPart]
         self._lookups_first = any(mover.writes_before_it_tells for mover in movers)
         # A single block goes without being a part, where nothing else would carry it.
-        self._inline = movers[-1] if isinstance(movers[-1], InlineMover) else None
-        self._gets_inline = len(movers) == 1
+        self._puts_inline = movers[-1] if isinstance(movers[-1], InlineMover) else None
+        self._gets_inline = self._puts_inline if len(movers) == 1 else None
         self._puts_inline_bytes = min((mover.inline_bytes for mover in movers[:-1]), default=sys.maxsize)
 
     async def _carry(self, routes: _Routes, request: Any) -> Any:
@@ -152,8 +152,8 @@ class RemoteOperations:
         keys, views = batch
         hello = self._channel.hello
         most = min(hello.max_value_bytes, hello.max_batch_bytes, self._puts_inline_bytes)
-        if self._inline and len(keys) == 1 and replace and not (ttl_us or on_device) and len(views[0]) <= most:
-            return await self._inline.put_one(keys, views[0])
+        if self._puts_inline and len(keys) == 1 and replace and not (ttl_us or on_device) and len(views[0]) <= most:
+            return await self._puts_inline.put_one(keys, views[0])
         total = sum(sizes := list(map(len, views)))
         if max(sizes, default=0) > hello.max_value_bytes:
             self._refuse_sizes(keys, sizes)
@@ -226,8 +226,8 @@ class RemoteOperations:
     async def get_into(self, request: requests.GetInto) -> list[int | None]:
         """Read a batch into memory; return the stored lengths, None if missing."""
         batch = request.batch
-        if self._inline and self._gets_inline and len(batch.keys) == 1:
-            return [await self._inline.get_one(batch.keys, batch.views[0])]
+        if self._gets_inline and len(batch.keys) == 1:
+            return [await self._gets_inline.get_one(batch.keys, batch.views[0])]
         return await self._get_into(batch, request.all_or_nothing)
 
     async def get_to_device(self, request: requests.GetToDevice) -> list[int | None]:

@@ -45,7 +45,7 @@ from infinistore.protocol.packed_offsets import pack_offsets
 from infinistore.protocol.server_connection import Received
 from infinistore.protocol.shared_tables import HAZARD_SLOTS, RemovalTable, granule_bytes_for, removal_table_bytes
 from infinistore.protocol.versions import Capability
-from infinistore.server.connection import JOINED_BYTES, ROOM_ONLY, ClientTables, Conversation, Holdings
+from infinistore.server.connection import ROOM_ONLY, ClientTables, Conversation, Holdings
 from infinistore.server.movers.base import ConnectionMover, Mover
 from infinistore.transports.base import DescriptorStream
 from infinistore.transports.sockets.raw_sockets import MAX_DESCRIPTORS
@@ -277,13 +277,13 @@ class _ShmConnection(ConnectionMover):
         conversation = self._conversation
         if conversation.tiers.waits_for_disk(request.keys):
             return None
-        return self._leased(request, conversation.lease_now(request, request.keys, touch=False))
+        return self._leased(request, received, conversation.lease_now(request, request.keys, touch=False))
 
     async def _lease(self, request: Lease, received: Received) -> None:
         lease = await self._conversation.lease(request, received, touch=False)
-        await self._conversation.send_answer(self._leased(request, lease))
+        await self._conversation.send_answer(self._leased(request, received, lease))
 
-    def _leased(self, request: Lease, lease: CoreLease) -> Sequence[memoryview]:
+    def _leased(self, request: Lease, received: Received, lease: CoreLease) -> Sequence[memoryview]:
         """Keep a lease for the client, or send the blocks if they are few bytes."""
         conversation = self._conversation
         lengths = lease.lengths
@@ -300,8 +300,11 @@ class _ShmConnection(ConnectionMover):
         is_kept = total > request.inline_bytes
         number = self._holdings.keep_latest(lease) if is_kept else 0
         reply = LeaseReply(number, sizes, pack_u64(lease.checksums), places, removals)
-        begun = conversation.connection.begin_reply(reply, () if is_kept else lease.merged_views)
-        conversation.traffic.sent_bytes += total
+        if is_kept:
+            begun: Sequence[memoryview] = conversation.connection.begin_reply(reply)
+            conversation.traffic.sent_bytes += total
+        else:
+            begun = conversation.begin_blocks(reply, lease.merged_views, received)
 
         def afterwards() -> None:
             self._core.touch(request.keys[: len(lengths)])
@@ -311,7 +314,7 @@ class _ShmConnection(ConnectionMover):
                 self._await_copying(total)
 
         conversation.afterwards = afterwards
-        return [memoryview(b"".join(begun))] if not is_kept and 0 < total <= JOINED_BYTES else begun
+        return begun
 
     def _await_copying(self, count: int) -> None:
         """Stay awake while the client copies so many bytes: being woken up would take a

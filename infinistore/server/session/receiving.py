@@ -152,7 +152,7 @@ class AnswersAtOnce:
             return False
         conversation, clock = self._conversation, self._recorder.clock
         traffic = conversation.traffic
-        start, received_before, sent_before = clock(), traffic.received_bytes, traffic.sent_bytes
+        start, before = clock(), (traffic.received_bytes, traffic.sent_bytes)
         self._holdings.listen()
         try:
             begun = handler(message, received, True)
@@ -161,33 +161,33 @@ class AnswersAtOnce:
             return False
         if begun is None:
             return False
-        rest: Sequence[memoryview] = ()
-        outcome = OK
         try:
-            if begun:
-                rest = stream.send_now(begun)
-                if rest and conversation.afterwards is None:
-                    rest = [memoryview(b"".join(rest))]  # the pool may be changed until it is sent
+            rest = stream.send_now(begun) if begun else ()
         except Exception as error:  # what was asked for is done, and whoever asked has gone
-            outcome = outcome_of(error)
+            conversation.tidy()
+            self._count(received, outcome_of(error), start, before)
             raise
-        finally:
-            if rest:  # the session sends it, and counts the request
-                self._begun = rest
-                self._begun_bytes = traffic.received_bytes - received_before, traffic.sent_bytes - sent_before
-                traffic.received_bytes, traffic.sent_bytes = received_before, sent_before
-            else:
-                conversation.tidy()
-                traffic.requests += 1
-                traffic.received_bytes += received.payload_bytes
-                moved_bytes = traffic.received_bytes - received_before + traffic.sent_bytes - sent_before
-                kind, elapsed_s = type(message), clock() - start
-                self._recorder.record(kind, conversation.transport, outcome, moved_bytes, elapsed_s)
         if rest:
+            if conversation.afterwards is None:
+                rest = [memoryview(b"".join(rest))]  # the pool may be changed until it is sent
+            self._begun = rest
+            # Counted by the session, with the request.
+            self._begun_bytes = traffic.received_bytes - before[0], traffic.sent_bytes - before[1]
+            traffic.received_bytes, traffic.sent_bytes = before
             return False
+        conversation.tidy()
         if begun:
             conversation.connection.end_reply()
+        self._count(received, OK, start, before)
         return True
+
+    def _count(self, received: Received, outcome: str, start: float, before: tuple[int, int]) -> None:
+        conversation, recorder = self._conversation, self._recorder
+        traffic = conversation.traffic
+        traffic.requests += 1
+        traffic.received_bytes += received.payload_bytes
+        moved_bytes = traffic.received_bytes + traffic.sent_bytes - sum(before)
+        recorder.record(type(received.message), conversation.transport, outcome, moved_bytes, recorder.clock() - start)
 
     def begin(self, received: Received) -> Sequence[memoryview] | None:
         """Return an answer, or what is left of it, to be sent by the session; None if

@@ -45,7 +45,6 @@ from infinistore.protocol.messages import (
     Evict,
     FollowRemovals,
     HelloReply,
-    MatchPrefix,
     Message,
     Purge,
     Reply,
@@ -300,7 +299,6 @@ _ADMINISTRATIVE = frozenset((Purge, Evict))
 SHARED_MEMORY: Final = "shm"
 """What the statistics call the transport of clients that have mapped memory of the
 server."""
-_ANSWERS = {kind: answer for kind, answer in ANSWERS.items() if kind is not MatchPrefix}
 
 
 class Session:
@@ -366,7 +364,7 @@ class Session:
         }
         giving = context.giving
         self._handlers[TakeOver] = refuse_take_over if giving is None else partial(giving.answer, conversation)
-        self._answers = _ANSWERS
+        self._answers = ANSWERS
         self._at_once = AnswersAtOnce(conversation, self._holdings, context.recorder)
         self._permitted = self._handlers, self._answers, quick | self._at_once.own
         self._permit(identity)
@@ -374,7 +372,7 @@ class Session:
     @property
     def requests(self) -> frozenset[type[Message]]:
         """The requests with a handler on this connection, which may refuse."""
-        return frozenset((*_ANSWERS, *self._handlers, *self._at_once.handlers)) - {TooManyKeys}
+        return frozenset((*ANSWERS, *self._handlers, *self._at_once.handlers)) - {TooManyKeys}
 
     @property
     def transport(self) -> str:
