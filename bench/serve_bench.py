@@ -49,13 +49,15 @@ from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
+import cattrs
 import trio
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TaskID, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
+from machine import this_machine
 from programs import ProgramError
-from serve_kept import Kept
+from recorded import Record, RecordError
 from serve_wanted import WANTED, misses
 from serve_ways import OVERHEAD_AT_LEAST, WAYS, Outcome
 from served import BLOCK_TOKENS, Bench
@@ -164,12 +166,29 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     return given
 
 
+def record_of(given: argparse.Namespace) -> Record:
+    """Return what has been measured with these settings. RecordError if it is none."""
+    settings = {name: getattr(given, name) for name in ("prompts", "tokens", "layers", "hidden", "vllm")}
+    return Record(given.resume, settings, this_machine(), given.ways, resume=True)
+
+
+def keep(record: Record, way: str, outcome: Outcome) -> None:
+    """Keep what a way has measured, unless it has to be measured again."""
+    if not outcome.failed and all(row.same for row in outcome.rows):
+        record.add(way, {"outcome": cattrs.unstructure(outcome)})
+
+
+def kept_in(record: Record) -> dict[str, Outcome]:
+    """Return what ways have measured before."""
+    return {row["row"]: cattrs.structure(row["outcome"], Outcome) for row in record.rows}
+
+
 async def run(
-    given: argparse.Namespace, folder: Path, console: Console, kept: Kept, outcomes: dict[str, Outcome]
+    given: argparse.Namespace, folder: Path, console: Console, record: Record, outcomes: dict[str, Outcome]
 ) -> int:
     """Measure all ways, and add what comes of each; return the status to end with."""
     columns = (TextColumn("{task.description}"), BarColumn(), TextColumn("{task.percentage:.0f}%"), TimeElapsedColumn())
-    status = 0
+    status, kept = 0, kept_in(record)
     with Progress(*columns, console=console, transient=True) as progress, trio.move_on_after(given.limit * 60) as limit:
         task: TaskID = progress.add_task("", total=1 + sum(WAYS[way][1] for way in given.ways))
 
@@ -198,13 +217,13 @@ async def run(
                     await bench.make_model(given.layers, given.hidden)
                     bench.advance(1)
                     for way in given.ways:
-                        if way in kept.outcomes:
+                        if way in kept:
                             tell(f"{way}: as it was measured before")
-                            outcomes[way] = kept.outcomes[way]
+                            outcomes[way] = kept[way]
                             bench.advance(WAYS[way][1])
                         else:
                             outcomes[way] = await WAYS[way][0](bench)
-                            kept.add(way, outcomes[way])
+                            keep(record, way, outcomes[way])
                         for line in lines_of(outcomes[way]):
                             console.print(line, markup=False)
             outer.cancel_scope.cancel()
@@ -228,11 +247,10 @@ def main() -> int:
     given = parse()
     console = Console(stderr=True)
     try:
-        settings = ("prompts", "tokens", "layers", "hidden", "vllm")
-        kept = Kept(given.resume, {name: str(getattr(given, name)) for name in settings})
+        record = record_of(given)
         if "slow-link" in given.ways:
             enter_own_network()
-    except ProgramError as refused:
+    except (ProgramError, RecordError) as refused:
         console.print(f"gave up: {refused}", markup=False)
         return 1
     with ExitStack() as stack:
@@ -243,7 +261,7 @@ def main() -> int:
         for number in (signal.SIGINT, signal.SIGTERM):  # one that comes at the very end ends nothing early
             signal.signal(number, lambda *_: None)
         try:
-            status = trio.run(run, given, folder, console, kept, made)
+            status = trio.run(run, given, folder, console, record, made)
         except* ProgramError as group:
             error = group
         while isinstance(error, BaseExceptionGroup):

@@ -8,9 +8,8 @@ from pathlib import Path
 import pytest
 
 import serve_bench
-from programs import ProgramError
-from serve_bench import as_json, as_markdown, parse
-from serve_kept import Kept
+from recorded import RecordError
+from serve_bench import as_json, as_markdown, keep, kept_in, parse, record_of
 from serve_wanted import WANTED, misses
 from serve_ways import WAYS, Outcome, Row
 from served import Round
@@ -95,7 +94,7 @@ def test_what_cannot_be_measured_is_refused(capsys: pytest.CaptureFixture[str], 
 def test_a_miss_is_told_and_fails_where_figures_are_checked(
     arguments: list[str], status: int, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    async def run(given: object, folder: Path, console: object, kept: Kept, outcomes: dict[str, Outcome]) -> int:
+    async def run(given: object, folder: Path, console: object, record: object, outcomes: dict[str, Outcome]) -> int:
         outcomes["connector"] = outcome("connector")
         return 0
 
@@ -109,43 +108,36 @@ def test_a_miss_is_told_and_fails_where_figures_are_checked(
     assert told.err.count("\n") == status, "a line for each miss"
 
 
-SETTINGS = {"prompts": "2", "vllm": "--data-parallel-size 2"}
-
-
 def test_what_a_way_has_measured_is_kept_until_all_ways_have(tmp_path: Path) -> None:
     file = tmp_path / "kept.json"
-    first = Kept(file, SETTINGS)
-    assert first.outcomes == {}
-    first.add("connector", outcome("connector"))
-    first.add("disk", Outcome([], {"ratio": 1.5}, "a sentence"))
-    second = Kept(file, SETTINGS)
-    assert second.outcomes == {"connector": outcome("connector"), "disk": Outcome([], {"ratio": 1.5}, "a sentence")}
+    asked = parse(["--prompts", "2", "--resume", str(file)])
+    assert kept_in(record_of(asked)) == {}
+    record = record_of(asked)
+    keep(record, "connector", outcome("connector"))
+    keep(record, "disk", Outcome([], {"ratio": 1.5}, "a sentence"))
+    assert kept_in(record_of(asked)) == {
+        "connector": outcome("connector"),
+        "disk": Outcome([], {"ratio": 1.5}, "a sentence"),
+    }
     assert list(tmp_path.iterdir()) == [file]
 
 
 def test_what_went_wrong_is_measured_again(tmp_path: Path) -> None:
-    kept = Kept(tmp_path / "kept.json", SETTINGS)
-    kept.add("connector", outcome("connector", same=False))
-    kept.add("kill", Outcome([], {}, failed=True))
-    assert Kept(tmp_path / "kept.json", SETTINGS).outcomes == {}
+    asked = parse(["--resume", str(tmp_path / "kept.json")])
+    record = record_of(asked)
+    keep(record, "connector", outcome("connector", same=False))
+    keep(record, "kill", Outcome([], {}, failed=True))
+    assert kept_in(record_of(asked)) == {}
 
 
-def test_without_a_file_nothing_is_kept() -> None:
-    kept = Kept(None, SETTINGS)
-    kept.add("connector", outcome("connector"))
-    assert kept.outcomes == {}
+def test_without_a_file_nothing_is_kept_for_another_run() -> None:
+    keep(record_of(parse([])), "connector", outcome("connector"))
+    assert kept_in(record_of(parse([]))) == {}
 
 
-@for_each(
-    case=[
-        ("no JSON", "not a file of this program"),
-        ('{"settings": {}}', "not a file of this program"),
-        ('{"settings": {"prompts": "50", "vllm": ""}, "outcomes": {}}', "was measured with --prompts=50 --vllm=; give"),
-    ]
-)
-def test_a_file_of_something_else_is_refused(case: tuple[str, str], tmp_path: Path) -> None:
-    contents, why = case
-    (tmp_path / "kept.json").write_text(contents)
-    with pytest.raises(ProgramError, match=why):
-        Kept(tmp_path / "kept.json", SETTINGS)
-    assert (tmp_path / "kept.json").read_text() == contents
+@pytest.mark.parametrize("other", [["--prompts", "3"], ["--vllm=--data-parallel-size 2"]])
+def test_figures_of_other_settings_are_refused(other: list[str], tmp_path: Path) -> None:
+    file = str(tmp_path / "kept.json")
+    record_of(parse(["--resume", file]))
+    with pytest.raises(RecordError, match=f"other settings .{other[0].split('=')[0].strip('-')}"):
+        record_of(parse(["--resume", file, *other]))
