@@ -3,7 +3,8 @@
     python bench/eviction.py                          loops, scans, Zipf, agents' trees
     python bench/eviction.py --trace FILE             requests in Mooncake's format
     python bench/eviction.py --pools 0.05,0.5         sizes, as parts of all blocks that are asked for
-    python bench/eviction.py --disks 0.1,0.2,0.5      stores with a disk of these sizes below the first pool
+    python bench/eviction.py --trace FILE --disks 0.1,0.2,0.5
+                                                      stores with a disk of these sizes below the first pool
 
 The strategies are the product's own classes, with the index of its core, one key for
 each block. A block counts as a hit if all blocks before it in the prompt are hits. The
@@ -377,6 +378,8 @@ def main() -> None:
     parser.add_argument("--disks", help="sizes of disks below the first of these pools, for the product's strategies")
     parser.add_argument("--strategies", default=",".join([*eviction_names(), *OTHERS]), help="default: all")
     arguments = parser.parse_args()
+    if arguments.disks is not None and not arguments.trace:
+        parser.error("--disks needs --trace: all blocks of the generated requests are less than the smallest disk")
     pools = [float(part) for part in arguments.pools.split(",")]
     strategies = arguments.strategies.split(",")
 
