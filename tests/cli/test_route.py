@@ -82,7 +82,7 @@ def router(environment: Mapping[str, str], *flags: str) -> Iterator[tuple["subpr
 def _listens(port: int) -> bool:
     try:
         socket.create_connection(("127.0.0.1", port)).close()
-    except ConnectionRefusedError:
+    except ConnectionError:  # reset, if the router stops to listen while it waits to be accepted
         return False
     return True
 
