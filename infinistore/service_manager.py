@@ -42,6 +42,15 @@ class ServiceManager:
     server: streams, TCP or Unix, not blocking. `most_kept` is how many descriptors it
     keeps at most, and `kept` are those that it has kept, by their names. They belong to
     this object until somebody takes them out.
+
+    `part` is for one of several processes of a service: it tells nothing, and what it
+    has kept has names that begin so.
+    """
+
+    ends = True
+    """Whether the service ends with this process. Of what is kept by a part that ends
+    alone, its next process would know nothing, and that of another run would believe
+    it.
     """
 
     def __init__(
@@ -52,12 +61,14 @@ class ServiceManager:
         listeners: tuple[socket.socket, ...] = (),
         most_kept: int = 0,
         kept: Mapping[str, int] | None = None,
+        part: str = "",
     ) -> None:
         self.watchdog_s = watchdog_s
         self.listeners = listeners
         self.most_kept = most_kept if address is not None else 0
         self.kept = dict(kept or {})
         self._names = list(self.kept)  # of what it still has
+        self._part = part
         self._address = address
         self._serving = False
 
@@ -95,6 +106,22 @@ class ServiceManager:
             most_kept=most_kept,
             kept=kept,
         )
+
+    def of_part(self, name: str, most_kept: int) -> "ServiceManager":
+        """Return what one of several processes of the service is given. What was kept
+        for it now belongs to the result.
+        """
+        part = f"{name}-"
+        kept = {name: self.kept.pop(name) for name in [*self.kept] if name.startswith(_KEPT + part)}
+        self._names = list(self.kept)
+        made = ServiceManager(self._address, most_kept=most_kept, kept=kept, part=part)
+        made.ends = False
+        return made
+
+    def close(self) -> None:
+        """Close what is kept: another process has it now."""
+        while self.kept:
+            os.close(self.kept.popitem()[1])
 
     def ready(self) -> None:
         """The server serves."""
@@ -140,22 +167,22 @@ class ServiceManager:
             OSError: they are not, or not all of them.
         """
         for name, descriptor in descriptors:
-            self._send_now(["FDSTORE=1", f"FDNAME={_KEPT}{name}", "FDPOLL=0"], descriptor)
+            self._send_now(["FDSTORE=1", f"FDNAME={self._name_of(name)}", "FDPOLL=0"], descriptor)
         self._wait()
 
     def look_at(self, name: str) -> int | None:
         """Return a kept descriptor; None if there is none of this name."""
-        return self.kept.get(f"{_KEPT}{name}")
+        return self.kept.get(self._name_of(name))
 
     def take(self, name: str) -> int | None:
         """Take a kept descriptor; None if there is none of this name."""
-        return self.kept.pop(f"{_KEPT}{name}", None)
+        return self.kept.pop(self._name_of(name), None)
 
     def forget(self, which: str = "") -> None:
         """Close what is kept, and have it kept no longer: what has a name that begins
         with `which`, and was taken out or not. Blocking.
         """
-        gone = [name for name in self._names if name.startswith(f"{_KEPT}{which}")]
+        gone = [name for name in self._names if name.startswith(self._name_of(which))]
         for name in gone:
             self._names.remove(name)
             if name in self.kept:
@@ -167,6 +194,9 @@ class ServiceManager:
                 self._wait()
         except OSError as error:
             _log.warning("the service manager cannot be told", extra={"what": "FDSTOREREMOVE=1", "error": str(error)})
+
+    def _name_of(self, name: str) -> str:
+        return f"{_KEPT}{self._part}{name}"
 
     def _send_now(self, lines: Sequence[str], *descriptors: int) -> None:
         """Send a message, and wait for room for it."""
@@ -194,7 +224,7 @@ class ServiceManager:
             os.close(reader)
 
     def _send(self, *lines: str) -> None:
-        if self._address is None:
+        if self._address is None or self._part:
             return
         try:
             with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM | socket.SOCK_NONBLOCK) as sock:

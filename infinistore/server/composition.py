@@ -95,8 +95,8 @@ async def serve(
     """
     manager = service_manager or ServiceManager()
 
-    def listen(config: ServerConfig, resources: ExitStack) -> Listeners:
-        return open_listeners(config, resources, given=[sock.dup() for sock in manager.listeners])
+    def listen(config: ServerConfig, resources: ExitStack, given: Sequence[socket.socket] = ()) -> Listeners:
+        return open_listeners(config, resources, given=given or [sock.dup() for sock in manager.listeners])
 
     with ExitStack() as resources:
         for sock in manager.listeners:
@@ -155,7 +155,7 @@ async def _run(
         if tls is not None:
             reloads.add(tls.reload_and_log)
         manager = environment.service_manager
-        taking = await _find_earlier(config, token, manager, resources)
+        taking = await _find_earlier(config, token, environment, resources)
         if taking is not None:
             config = taking.config
         # Listen before taking memory: a port in use is known at once. Connections wait
@@ -226,10 +226,11 @@ _Earlier: TypeAlias = HandoverClient | KeptMemory | None
 """The server that this one goes on for, if there is one."""
 
 
-async def _find_earlier(config: ServerConfig, token: str, manager: ServiceManager, resources: ExitStack) -> _Earlier:
+async def _find_earlier(config: ServerConfig, token: str, environment: Environment, resources: ExitStack) -> _Earlier:
     if config.take_over:
         return await begin_taking(config, token, resources)
-    return await open_kept(config, manager, resources) if manager.kept else None
+    manager = environment.service_manager
+    return await open_kept(config, manager, environment.open_listeners, resources) if manager.kept else None
 
 
 @attrs.frozen

@@ -3,14 +3,12 @@
 import socket
 import time
 from collections.abc import Awaitable, Callable, Sequence
-from contextlib import ExitStack
 from random import Random, SystemRandom
 from typing import TYPE_CHECKING, Any
 
 import attrs
 import trio
 
-from infinistore.config import ServerConfig
 from infinistore.core.arena import Arena, create_arena
 from infinistore.core.store import StoreCore
 from infinistore.core.tenants import TenantStore
@@ -48,7 +46,8 @@ async def _no_shards(addresses: ServerAddresses) -> Sequence[Shard]:
 class Environment:
     """How a server reaches the network, memory, time, chance and threads."""
 
-    open_listeners: Callable[[ServerConfig, ExitStack], Listeners] = open_listeners
+    open_listeners: Callable[..., Listeners] = open_listeners
+    """Listens, as the function of this name does."""
     service_manager: ServiceManager = attrs.field(factory=ServiceManager)
     """Who is told when the server drains."""
     meet_shards: Callable[[ServerAddresses], Awaitable[Sequence[Shard]]] = _no_shards

@@ -167,7 +167,8 @@ class Server:
 
     async def _keep(self) -> bool:
         """Give the pool to whoever keeps it for the next run; False if nobody does."""
-        if (keeping := self.context.keeping) is None:
+        keeping = self.context.keeping
+        if keeping is None or not keeping.wanted:
             return False
         self._has_ended = True
         ended = await self._end_service()

@@ -47,8 +47,8 @@ pytestmark = [
 class Service:
     """The server as a service of an instance of systemd."""
 
-    def __init__(self, folder: Path) -> None:
-        self.port = own_ports(1)[0]
+    def __init__(self, folder: Path, shards: int) -> None:
+        self.port = min(own_ports(shards))
         self.socket = folder / "socket"
         self._environment = os.environ | {"XDG_RUNTIME_DIR": str(folder), "HOME": str(folder), "SYSTEMD_PAGER": ""}
         units = folder / ".config" / "systemd" / "user"
@@ -56,7 +56,7 @@ class Service:
         lines = [line for line in UNIT.read_text().splitlines() if line.startswith((*KEPT, "FileDescriptorStoreMax"))]
         command = [sys.executable, "-P", "-m", "infinistore", "serve", "--host", "127.0.0.1", "--manage-port", "off"]
         command += ["--service-port", str(self.port), "--unix-socket", str(self.socket), "--prealloc-size", "64MiB"]
-        command += ["--minimal-allocate-size", "4", "--log-level", "warning"]
+        command += ["--minimal-allocate-size", "4", "--log-level", "warning", "--shards", str(shards)]
         text = ["[Service]", *lines, "Environment=FDSTORE=512", f"ExecStart={' '.join(command)}"]
         (units / "infinistore.service").write_text("\n".join([*text, f"StandardError=append:{folder}/log", ""]))
         self.log = folder / "log"
@@ -97,9 +97,14 @@ class Service:
 
 
 @pytest.fixture
-def service() -> Iterator[Service]:
+def shards() -> int:
+    return 1
+
+
+@pytest.fixture
+def service(shards: int) -> Iterator[Service]:
     with TemporaryDirectory(prefix="service") as folder:  # a path that is short enough for sockets
-        made = Service(Path(folder))
+        made = Service(Path(folder), shards)
         try:
             made.control("start", "infinistore.service")
             yield made
@@ -128,6 +133,17 @@ def test_a_restart_under_load_keeps_the_cache_and_no_client_sees_an_error(servic
         assert [load.faults for load in loads] == [[], [], []]
 
 
+@pytest.mark.parametrize("shards", [2])
+def test_a_restart_keeps_the_cache_of_shards(service: Service) -> None:
+    with service.open("unix") as store:
+        store.put_many({key: value_of(key, 0) for key in KEYS})
+    for _ in range(2):
+        service.control("restart", "infinistore.service")
+        assert service.shown("NFileDescriptorStore") == "0"
+        assert service.there() == len(KEYS)
+
+
+@pytest.mark.parametrize("shards", [1, 2])
 def test_a_stop_gives_the_memory_back(service: Service) -> None:
     with service.open("unix") as store:
         store.put_many({key: value_of(key, 0) for key in KEYS})

@@ -27,7 +27,9 @@ from infinistore.server import server as server_module
 from infinistore.server.composition import run_server
 from infinistore.server.environment import Environment
 from infinistore.server.session.session import Session
+from infinistore.server.take_over.kept import as_large_as_kept
 from infinistore.service_manager import ServiceManager
+from infinistore.sizes import DefaultSize
 from tests.server.running import fill_twice, make_config
 
 BLOCK = b"b" * 5000
@@ -279,3 +281,19 @@ async def test_a_disk_below_it_is_closed_and_opened_again(config: ServerConfig, 
     with_disk = attrs.evolve(config, disks=(DiskPlace(tmp_path / "disk", 64 << 20),))
     await fill(with_disk, keeper)
     assert await there(with_disk, keeper) == len(KEYS)
+
+
+@pytest.mark.parametrize("name", ["infinistore-arena-0", "infinistore-shard-1-of-2-arena-0"])
+def test_a_server_of_no_certain_size_is_as_large_as_what_was_kept(name: str) -> None:
+    """The default is a part of the memory that is left."""
+    arena = os.memfd_create("arena")
+    try:
+        os.ftruncate(arena, 3 << 20)
+        manager = ServiceManager(kept={name: arena, f"{name}0": arena, "infinistore-state": arena})
+        default = ServerConfig(prealloc_bytes=DefaultSize(1 << 20))
+        assert as_large_as_kept(default, manager).prealloc_bytes == 6 << 20
+        assert as_large_as_kept(default, ServiceManager()) == default
+        exact = ServerConfig(prealloc_bytes=1 << 20)
+        assert as_large_as_kept(exact, manager) == exact
+    finally:
+        os.close(arena)

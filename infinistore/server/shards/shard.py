@@ -31,9 +31,13 @@ from infinistore.server.environment import Environment
 from infinistore.server.listeners import Listeners, ServerAddresses, open_listeners
 from infinistore.server.security import Reloads, reload_on_signal
 from infinistore.server.server import Server
+from infinistore.service_manager import ServiceManager
 from infinistore.transports.sockets.unix_listener import listen_unix
 
-_LONGEST_BYTES: Final = 1 << 17
+LONGEST_BYTES: Final = 1 << 17
+"""Of a message."""
+MOST_KEPT: Final = 2000
+"""Of so many descriptors a message has room for the names."""
 _PARTS: Final = 8
 _BEATS: Final = _PARTS + 2
 """More beats than parts: the loop may have stopped just before it would have given a
@@ -52,6 +56,8 @@ class Start:
     """The socket of its management API; None without one."""
     beat_s: float
     """The time between its signs of life."""
+    service_manager: ServiceManager
+    """What keeps its cache, and has kept it: the process inherits the descriptors."""
 
 
 @attrs.frozen
@@ -117,7 +123,7 @@ class Link:
     async def receive(self) -> Message | None:
         """Wait for the next message; None if the other end is gone."""
         try:
-            data = await self._sock.recv(_LONGEST_BYTES)
+            data = await self._sock.recv(LONGEST_BYTES)
         except OSError:
             return None
         message: Message | None = pickle.loads(data) if data else None
@@ -172,11 +178,13 @@ class ShardProcess:
 
     def __init__(self, descriptor: int) -> None:
         sock = socket.socket(fileno=descriptor)
-        first = sock.recv(_LONGEST_BYTES)
+        first = sock.recv(LONGEST_BYTES)
         if not first:
             raise EOFError
         self.start: Start = pickle.loads(first)
         """Its settings."""
+        for kept in self.start.service_manager.kept.values():
+            os.set_inheritable(kept, False)
         self._link = Link(sock)
         self._server: Server | None = None
         self._met = trio.Event()
@@ -206,6 +214,7 @@ class ShardProcess:
         refused = None
         environment = Environment(
             open_listeners=partial(_listen, start.management_socket),
+            service_manager=start.service_manager,
             meet_shards=self._meet,
             run_in_thread=partial(_run_on_any_core, frozenset(os.sched_getaffinity(0))),
         )
@@ -250,6 +259,7 @@ class ShardProcess:
                 self._shards = message.shards
                 self._met.set()
             elif message is Signal.DRAIN:
+                self.start.service_manager.ends = True
                 self._drain()
             elif message is Signal.RELOAD:
                 await self._reloads.run()
@@ -275,9 +285,11 @@ class ShardProcess:
             self._server.drain()
 
 
-def _listen(management_socket: Path | None, config: ServerConfig, resources: ExitStack) -> Listeners:
+def _listen(
+    management_socket: Path | None, config: ServerConfig, resources: ExitStack, given: Sequence[socket.socket] = ()
+) -> Listeners:
     """Listen as a server does, but for the management API."""
-    found = open_listeners(attrs.evolve(config, manage_port=None), resources)
+    found = open_listeners(attrs.evolve(config, manage_port=None), resources, given)
     if management_socket is None:
         return found
     return attrs.evolve(found, management=[resources.enter_context(listen_unix(management_socket))])

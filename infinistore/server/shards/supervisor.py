@@ -42,8 +42,18 @@ from infinistore.server.shards.fleet import (
     prepare_disks,
     siblings_here,
 )
-from infinistore.server.shards.shard import Link, Listening, Met, Refused, Signal, Silence, Start, beat_of
-from infinistore.server.take_over.kept import forget_kept
+from infinistore.server.shards.shard import (
+    MOST_KEPT,
+    Link,
+    Listening,
+    Met,
+    Refused,
+    Signal,
+    Silence,
+    Start,
+    beat_of,
+)
+from infinistore.server.take_over.kept import as_large_as_kept, forget_kept
 from infinistore.service_manager import ServiceManager
 from infinistore.transports.sockets.trio_streams import listen_tcp
 from infinistore.transports.sockets.unix_listener import make_private_folder
@@ -88,9 +98,7 @@ async def serve_shards(
         for sock in manager.listeners:
             sock.close()
         raise ConfigError("--shards: each shard listens by itself; disable the socket unit, or use one process")
-    if manager.most_kept:
-        _log.warning("the cache is not kept for the next run", extra={"reason": "the server has shards"})
-    await trio.to_thread.run_sync(forget_kept, manager)
+    config = as_large_as_kept(config, manager)
     refused: KeptError | None = None
     with ExitStack() as resources:
         policy = load_policy(config, read_token(config.token_file) if config.token_file else "")
@@ -108,9 +116,11 @@ async def serve_shards(
             folder = make_private_folder()
             resources.callback(_remove_folder, folder)
         # Each shard checks only what it takes itself.
-        check_memory(config.prealloc_bytes, config.huge_pages, shards=config.shards)
+        new_bytes = 0 if manager.kept else config.prealloc_bytes
+        check_memory(new_bytes, config.huge_pages, shards=config.shards)
         await trio.to_thread.run_sync(prepare_disks, config.disks, config.shards)
         supervisor = _Supervisor(config, command, folder, manager)
+        await supervisor.forget_the_rest()
         async with trio.open_nursery() as nursery:
             if isinstance(policy.audit, AuditLog):
                 nursery.start_soon(policy.audit.run)
@@ -167,8 +177,16 @@ class _Supervisor:
         self._command = command
         self._manager = manager
         self._hangs_s = manager.watchdog_s or _HANGS_S
+        most_kept = min(manager.most_kept // config.shards, MOST_KEPT)
         self._starts = [
-            Start(index, one, None if cores is None else cores[index], sockets[index], beat_of(self._hangs_s))
+            Start(
+                index,
+                one,
+                None if cores is None else cores[index],
+                sockets[index],
+                beat_of(self._hangs_s),
+                manager.of_part(f"shard-{index}-of-{config.shards}", most_kept),
+            )
             for index, one in enumerate(configs)
         ]
         self.fleet = Fleet([ShardState(index, place) for index, place in enumerate(sockets)])
@@ -177,6 +195,12 @@ class _Supervisor:
         self._all_serve = trio.Event()
         self._drain = trio.Event()
         self._refused: KeptError | None = None
+
+    async def forget_the_rest(self) -> None:
+        """Forget what was kept, but is for none of these shards."""
+        if self._manager.kept:
+            _log.warning("the cache starts empty", extra={"reason": "the last run had another number of shards"})
+            await trio.to_thread.run_sync(forget_kept, self._manager)
 
     def serve_management(
         self,
@@ -272,9 +296,10 @@ class _Supervisor:
         if shard.addresses is not None:  # where clients know it
             start = attrs.evolve(start, config=attrs.evolve(start.config, service_port=shard.addresses.port))
         link, other = Link.pair()
+        manager = start.service_manager
         try:
             with other:
-                process = await _start(self._command, other)
+                process = await _start(self._command, other, *manager.kept.values())
         except BaseException:  # cancelled, or the machine has no room for a process
             link.close()
             raise
@@ -287,6 +312,7 @@ class _Supervisor:
                 nursery.start_soon(self._drain_one, link, process)
                 nursery.start_soon(self._watch, shard, silence, process)
                 await link.send(start)
+                manager.close()  # before all serve no shard is started again, and then they have all gone on with it
                 await self._listen_to(shard, link, silence, refused)
                 nursery.cancel_scope.cancel()
         finally:
@@ -341,11 +367,13 @@ def _ended_early(index: int, status: int) -> StoreUnavailable:
     return StoreUnavailable(f"shard {index} {how} before all served; its log has more")
 
 
-async def _start(command: Sequence[str], link: socket.socket) -> trio.Process:
-    """Start a process with its end of the link, out of reach of Ctrl-C."""
+async def _start(command: Sequence[str], link: socket.socket, *kept: int) -> trio.Process:
+    """Start a process with its end of the link, and with what was kept for it, out of
+    reach of Ctrl-C.
+    """
     descriptor = link.fileno()
     return await trio.lowlevel.open_process(
-        [*command, str(descriptor)], stdin=subprocess.DEVNULL, pass_fds=[descriptor], process_group=0
+        [*command, str(descriptor)], stdin=subprocess.DEVNULL, pass_fds=[descriptor, *kept], process_group=0
     )
 
 

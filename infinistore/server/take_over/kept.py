@@ -17,12 +17,13 @@ from collections.abc import Awaitable, Callable, Sequence
 from contextlib import ExitStack, suppress
 from typing import Any
 
+import attrs
 import trio
 
 from infinistore.config import ServerConfig
 from infinistore.core.pool_state import GroupStates, PoolState, encode_groups
 from infinistore.errors import ConfigError
-from infinistore.server.listeners import Listeners, open_listeners
+from infinistore.server.listeners import Listeners
 from infinistore.server.take_over.giving import HandoverServer
 from infinistore.server.take_over.memory import (
     Adopting,
@@ -35,10 +36,12 @@ from infinistore.server.take_over.memory import (
     write_state,
 )
 from infinistore.service_manager import ServiceManager
+from infinistore.sizes import DefaultSize
 from infinistore.transports.sockets.unix_listener import UnixListener
 
 SOCKET = "socket-"
 """How the names of sockets begin that the server listens on."""
+_NOT_IN_ORDER = "the last run of the service did not end in order, or had another number of shards"
 _log = logging.getLogger("infinistore.server")
 
 
@@ -70,6 +73,11 @@ class Keeping:
     def refuse(self, why: str) -> None:
         """Say that the next run starts empty, and why."""
         _log.warning("the cache is not kept for the next run", extra={"reason": why})
+
+    @property
+    def wanted(self) -> bool:
+        """Whether there will be a next run: not where the other shards serve on."""
+        return self._manager.ends
 
     async def keep(self, instance: str, ended: Sequence[Ended], run_in_thread: Callable[..., Awaitable[Any]]) -> None:
         """Give it what the server has. The service is over: nobody changes it any more.
@@ -132,13 +140,16 @@ def _name_of_sockets(config: ServerConfig) -> str:
     return f"{SOCKET}{hashlib.sha256(repr(settings).encode()).hexdigest()[:16]}"
 
 
-async def open_kept(config: ServerConfig, manager: ServiceManager, resources: ExitStack) -> "KeptMemory":
-    """Look at what the service manager has kept. `resources` closes what is not used.
+async def open_kept(
+    config: ServerConfig, manager: ServiceManager, listen: Callable[..., Listeners], resources: ExitStack
+) -> "KeptMemory":
+    """Look at what the service manager has kept; `listen` is `open_listeners`, or does
+    the same. `resources` closes what is not used.
 
     Raises:
         PoolLost: this server cannot go on with it.
     """
-    kept = KeptMemory(config, manager)
+    kept = KeptMemory(config, manager, listen)
     resources.callback(kept.close)
     kept.read()
     if not kept.take_sockets(resources):  # nobody listens there any more, so that this server can
@@ -147,11 +158,23 @@ async def open_kept(config: ServerConfig, manager: ServiceManager, resources: Ex
 
 
 def forget_kept(manager: ServiceManager) -> None:
-    """See to it that nobody goes on with what was kept. Blocking."""
-    descriptor = manager.look_at("state")
-    if descriptor is not None:
-        os.ftruncate(descriptor, 0)
+    """See to it that nobody goes on with what was kept, by one process or as many as
+    there were. Blocking.
+    """
+    for name, descriptor in manager.kept.items():
+        if name.endswith("state"):
+            os.ftruncate(descriptor, 0)
     manager.forget()
+
+
+def as_large_as_kept(config: ServerConfig, manager: ServiceManager) -> ServerConfig:
+    """Return the settings with as much memory as was kept, unless they say how much:
+    the default is a part of what is left.
+    """
+    arenas = [descriptor for name, descriptor in manager.kept.items() if "-arena-" in name]
+    if not arenas or not isinstance(config.prealloc_bytes, DefaultSize):
+        return config
+    return attrs.evolve(config, prealloc_bytes=sum(os.fstat(arena).st_size for arena in arenas))
 
 
 class KeptMemory(Adopting):
@@ -160,9 +183,10 @@ class KeptMemory(Adopting):
     serves = False
     """Whether the earlier server answers until `end`."""
 
-    def __init__(self, config: ServerConfig, manager: ServiceManager) -> None:
+    def __init__(self, config: ServerConfig, manager: ServiceManager, listen: Callable[..., Listeners]) -> None:
         super().__init__(config)
         self._manager = manager
+        self._listen = listen
         self._state: PoolState | GroupStates | None = None
         self._sockets: list[socket.socket] = []
 
@@ -174,11 +198,11 @@ class KeptMemory(Adopting):
         """
         descriptor = self._manager.look_at("state")
         if descriptor is None:
-            raise PoolLost("the last run of the service did not end in order")
+            raise PoolLost(_NOT_IN_ORDER)
         try:
             data = read_all(os.dup(descriptor))
             if not data:
-                raise PoolLost("the last run of the service did not end in order")
+                raise PoolLost(_NOT_IN_ORDER)
             state = decode(data)
         except (OSError, ValueError) as error:
             raise PoolLost(f"what the last run said of its pool cannot be read: {error}") from None
@@ -220,8 +244,7 @@ class KeptMemory(Adopting):
 
     def open_listeners(self, config: ServerConfig, resources: ExitStack) -> Listeners:
         """Listen as the settings say, on the last run's sockets if they fit."""
-        given = self._sockets or [sock.dup() for sock in self._manager.listeners]
-        return open_listeners(config, resources, given=given)
+        return self._listen(config, resources, self._sockets)
 
     async def take(self, whole: ServerMemory, resources: ExitStack) -> list[Callable[[], Awaitable[None]]]:
         """Take the blocks over; return what is to run in the background from now on.
