@@ -25,7 +25,7 @@ from tests.clients import own_reading
 from tests.clients.on_this_host import best, mapped_pools, open_files, run_client, serving, shm
 from tests.clients.shared_serving import Shared, shared_serving
 from tests.clients.stores import Loops, shorten_deadline
-from tests.clients.test_cancellation import cancel_at_each_await
+from tests.clients.test_cancellation import CancelAt, cancel_at_each_await
 from tests.server.running import KIB, MIB, until
 
 BLOCKS = {"a": bytes(range(256)) * 800, "b": b"b" * 70_000}
@@ -185,16 +185,15 @@ async def test_a_call_that_is_cancelled_anywhere_leaves_nothing_pinned_but_what_
 
 
 async def give_up_a_lease(store: AsyncStore, key: str) -> None:
-    """Ask for a lease, and be cancelled meanwhile."""
+    """Ask for a lease, and be cancelled as soon as it was asked for."""
     with trio.CancelScope() as scope:
-
-        async def give_up() -> None:
-            scope.cancel()
-
-        async with trio.open_nursery() as nursery:
-            nursery.start_soon(give_up)
+        instrument = CancelAt(scope, 1)
+        trio.lowlevel.add_instrument(instrument)
+        try:
             async with store.lease([key]):
                 raise AssertionError("the call was to be cancelled")
+        finally:
+            trio.lowlevel.remove_instrument(instrument)
     assert scope.cancelled_caught
 
 
