@@ -18,9 +18,8 @@ import sys
 import threading
 import time
 from contextlib import ExitStack, suppress
-from pathlib import Path
 
-from tests.limits import descendants
+from tests.limits import descendants, fields_of
 
 LOOP = "import os\nwhile os.getppid() == {parent}: sum(range(100_000))"
 
@@ -28,7 +27,7 @@ LOOP = "import os\nwhile os.getppid() == {parent}: sum(range(100_000))"
 def terminal_of(pid: int) -> int:
     """Return the number of the terminal that a process is at; 0 without one."""
     with suppress(OSError):  # it has just ended
-        return int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[4])
+        return fields_of(pid)[3]
     return 0
 
 

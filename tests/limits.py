@@ -25,7 +25,7 @@ from typing import Any, Final
 
 import pytest
 
-__all__ = ["GRACE_S", "Limits", "descendants", "used_s"]
+__all__ = ["GRACE_S", "Limits", "descendants", "fields_of", "used_s"]
 
 GRACE_S: Final = 60.0
 """What a test has, after the error, to clean up; and a process, to end."""
@@ -43,13 +43,19 @@ def descendants(pid: int) -> Iterator[int]:
                 yield from descendants(child)
 
 
+def fields_of(pid: int) -> list[int]:
+    """What /proc/PID/stat has after the state of a process, each a number; OSError if
+    it has just ended.
+    """
+    return [*map(int, Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[1:])]
+
+
 def used_s() -> float:
     """Return the processor time of this process and of those that it has started."""
     used = sum(os.times()[:4])
     for pid in descendants(os.getpid()):
         with suppress(OSError):
-            fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
-            used += sum(map(int, fields[11:15])) / os.sysconf("SC_CLK_TCK")
+            used += sum(fields_of(pid)[10:14]) / os.sysconf("SC_CLK_TCK")
     return used
 
 

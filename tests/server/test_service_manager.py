@@ -115,6 +115,7 @@ def test_a_server_says_when_it_serves_and_when_it_drains_and_beats_meanwhile(
         _, log = process.communicate()
         assert process.returncode == 0
     assert log.count("there is nothing to read again") == 2
+    assert "the cache is not kept" not in log
 
 
 @pytest.mark.process
