@@ -161,8 +161,6 @@ def _work(event: Found, layers: int) -> Iterable[str]:
         yield f"{loaded} ({rate:.1f} GB/s); every byte is right"
     if "computed_tokens" not in event:
         return
-    if event["unstored_blocks"]:
-        yield f"{event['unstored_blocks']:,} blocks had no node to take them; they are computed next time"
     computed = f"{event['computed_tokens']:,} tokens"
     if rate := event["write_gb_per_s"]:
         yield f"computed {computed} through {layers} layers in {event['simulated_compute_s']:.2f} s (simulated)"

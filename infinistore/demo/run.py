@@ -31,14 +31,13 @@ from infinistore.demo.prompts import (
     tokens_that_fit,
     two_prompts,
 )
-from infinistore.demo.workers import Found
+from infinistore.demo.workers import WAIT_S, Found, node_states
 from infinistore.sizes import describe_size
 from infinistore.statistics import Stats
 
 if TYPE_CHECKING:
     from infinistore.client import AsyncStore
 
-_WAIT_S: Final = 60.0
 _WARM_UP_S: Final = 5.0
 
 
@@ -58,7 +57,7 @@ async def run_demo(settings: DemoSettings, source: str, tokens: list[int], displ
     ):
         story = _Story(settings, display, servers, store)
         if settings.nodes:
-            await story.wait_for(lambda found: list(_states(found).values()) == ["serving"] * settings.nodes)
+            await story.wait_for(lambda found: list(node_states(found).values()) == ["serving"] * settings.nodes)
         statistics = await store.stats()
         # Of a cluster, what one node has room for fits even if it is alone.
         story.capacity_bytes = statistics.store.capacity_bytes // max(1, settings.nodes)
@@ -103,6 +102,8 @@ class _Story:
     store: "AsyncStore"
     capacity_bytes: int = 0
     workers: dict[str, Process] = field(factory=dict)
+    changed: dict[str, bool] = field(factory=dict)
+    """Which nodes have joined, and which are out: each process follows that itself."""
     checked_bytes: int = 0
     """Bytes that were loaded, by both workers, and compared one by one."""
 
@@ -110,7 +111,7 @@ class _Story:
         """Have a worker do its part for a prompt; blocks may be missing if a node was
         lost, or joins.
         """
-        order = {"prompt": prompt.name, "tokens": prompt.tokens, "may_miss": may_miss}
+        order = {"prompt": prompt.name, "tokens": prompt.tokens, "may_miss": may_miss, "nodes": self.changed}
         async with trio.open_nursery() as nursery:
             nursery.start_soon(self._watch)
             done = await self.workers[who].ask(order, self.display.event if is_shown else lambda who, event: None)
@@ -211,12 +212,13 @@ class _Story:
         still = f"{len(keys) - len(missing):,} of {len(keys):,} blocks of prompt {prompt.name} are still hit"
         say("cluster", f"{still}; the {len(missing):,} that are missing were all on {victim}, and no call failed")
         servers.set_state(victim, "gone")
-        await self.wait_for(lambda found: victim not in _states(found))
+        await self.wait_for(lambda found: victim not in node_states(found))
         out_s = trio.current_time() - killed_at
+        self.changed[victim] = False
         how = "its lease ran out" if servers.etcd else "the file no longer lists it"
         say("cluster", f"{victim} is out of the view after {out_s:.1f} s ({how}): the others own its part now")
         again = await self.run("prefill", prompt)
-        whole = await self.run("decode", prompt, may_miss=again["unstored_blocks"] > 0)
+        whole = await self.run("decode", prompt)
         return {
             "node": victim,
             "blocks": len(keys),
@@ -224,7 +226,6 @@ class _Story:
             "hit_tokens": decoded["hit_tokens"],
             "dropped_after_s": out_s,
             "computed_tokens": again["computed_tokens"],
-            "unstored_blocks": again["unstored_blocks"],
             "hit_tokens_again": whole["hit_tokens"],
         }
 
@@ -234,13 +235,14 @@ class _Story:
         share = f"its share of the keys grows for {_WARM_UP_S:.0f} s" if servers.etcd else "it gets its share"
         display.act("A node joins", f"{share}, while decode reads")
         name = await servers.start_node(warm_up_s=_WARM_UP_S)
-        await self.wait_for(lambda found: name in _states(found))
+        await self.wait_for(lambda found: name in node_states(found))
+        self.changed[name] = True
         hits: list[int] = []
-        while not hits or "joining" in _states(await self.store.stats()).values():
+        while not hits or "joining" in node_states(await self.store.stats()).values():
             hits.append((await self.run("decode", prompt, may_miss=True, is_shown=False))["hit_tokens"])
             if len(hits) == 2 and not servers.etcd:
                 servers.set_state(name, "serving")
-                await self.wait_for(lambda found: "joining" not in _states(found).values())
+                await self.wait_for(lambda found: "joining" not in node_states(found).values())
         least = f"at least {min(hits):,} of {len(prompt.tokens):,} tokens were hit"
         display.say("decode", f"reads prompt {prompt.name} while the node warms up, {len(hits)} times: {least}")
         moved = len(await self._keys_on(name, keys))
@@ -265,17 +267,12 @@ class _Story:
         """Wait until the statistics of the store are as wanted, and return them; raise
         `DemoError` if they are not in time.
         """
-        with trio.move_on_after(_WAIT_S):
+        with trio.move_on_after(WAIT_S):
             while True:
                 if is_right(found := await self.store.stats()):
                     return found
                 await trio.sleep(0.02)
-        raise DemoError(f"the store is not as it should be after {_WAIT_S:.0f} s; is this machine very busy?")
-
-
-def _states(found: Stats) -> dict[str, str]:
-    """Return the states of the nodes of a cluster by their names."""
-    return {node.id: node.state for node in found.cluster.nodes} if found.cluster else {}
+        raise DemoError(f"the store is not as it should be after {WAIT_S:.0f} s; is this machine very busy?")
 
 
 async def _present(store: "AsyncStore", keys: Sequence[str]) -> set[str]:

@@ -22,15 +22,23 @@ import sys
 import time
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
-from typing import Any, TypeAlias
+from typing import Any, Final, TypeAlias
 
 from attrs import field, frozen
 
-from infinistore import InfiniStoreException, LimitExceeded, PartialPut, blocking
+from infinistore import InfiniStoreException, LimitExceeded, blocking
 from infinistore.demo.prompts import DemoError, KVLayout, block_content, block_key, block_keys, chunk_names
+from infinistore.statistics import Stats
 
 Found: TypeAlias = dict[str, Any]
 """What was found, or a part of it, as `--json` prints it; the names end in units."""
+WAIT_S: Final = 60.0
+"""How long at most for what comes soon unless the machine is very busy."""
+
+
+def node_states(found: Stats) -> dict[str, str]:
+    """Return the states of the nodes of a cluster by their names."""
+    return {node.id: node.state for node in found.cluster.nodes} if found.cluster else {}
 
 
 def gigabytes_per_s(payload_bytes: int, seconds: float) -> float | None:
@@ -56,10 +64,13 @@ class Worker:
     """The speed of the simulated model."""
     model: ThreadPoolExecutor = field(factory=lambda: ThreadPoolExecutor(1))
 
-    def work(self, prompt: str, tokens: list[int], *, may_miss: bool) -> Found:
-        """Do the worker's part for a prompt. Decode must find all full chunks, as
-        prefill has stored them, unless blocks may be missing.
+    def work(self, prompt: str, tokens: list[int], *, may_miss: bool, nodes: dict[str, bool]) -> Found:
+        """Do the worker's part for a prompt, once this process, too, knows which
+        `nodes` are in the cluster and which are not. Decode must find all full chunks,
+        as prefill has stored them, unless blocks may be missing.
         """
+        if nodes:
+            self._wait_for(nodes)
         names = chunk_names(self.layout, tokens)
         loaded = self._load(tokens, names, may_miss)
         found = self.layout.whole_chunks(loaded["hit_tokens"])
@@ -71,6 +82,16 @@ class Worker:
                 "there: others write to this store, or its pool or its disk has no room for them"
             )
         return loaded
+
+    def _wait_for(self, nodes: dict[str, bool]) -> None:
+        deadline = time.monotonic() + WAIT_S
+        while True:
+            known = node_states(self.store.stats())
+            if all((name in known) is is_in for name, is_in in nodes.items()):
+                return
+            if time.monotonic() > deadline:
+                raise DemoError(f"no news of {', '.join(nodes)} after {WAIT_S:.0f} s; is this machine very busy?")
+            time.sleep(0.02)
 
     def _compute_and_store(self, computed_tokens: int, new_names: Sequence[bytes]) -> Found:
         layout = self.layout
@@ -84,7 +105,7 @@ class Worker:
             _send("layer", work="computes", layer=number)
             return layer
 
-        started, write_s, unstored_blocks = time.perf_counter(), 0.0, 0
+        started, write_s = time.perf_counter(), 0.0
         coming = self.model.submit(compute, 0)
         for number in range(layout.layers):
             layer = coming.result()
@@ -93,10 +114,7 @@ class Worker:
             if not layer:  # everything was found, and what is left fills no chunk
                 continue
             write_started = time.perf_counter()
-            try:
-                self.store.put_many(layer)
-            except PartialPut as error:  # a node was lost, and its part is computed again next time
-                unstored_blocks += len(layer) - len(error.stored)
+            self.store.put_many(layer)
             write_s += time.perf_counter() - write_started
             _send("layer", work="stores", layer=number, gb_per_s=gigabytes_per_s((number + 1) * layer_bytes, write_s))
         took_s, written_bytes = time.perf_counter() - started, layout.layers * layer_bytes
@@ -108,7 +126,6 @@ class Worker:
             "write_gb_per_s": gigabytes_per_s(written_bytes, write_s),
             "compute_and_write_s": took_s,  # from the first layer's start to the last block's commit
             "storing_added_s": max(0.0, took_s - compute_s),  # writes that hide behind compute are free
-            "unstored_blocks": unstored_blocks,
         }
 
     def _load(self, tokens: list[int], names: Sequence[bytes], may_miss: bool) -> Found:

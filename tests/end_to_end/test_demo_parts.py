@@ -6,7 +6,9 @@ import hashlib
 import re
 import struct
 from io import StringIO
+from types import SimpleNamespace
 from typing import Any
+from unittest.mock import Mock
 
 import attrs
 import pytest
@@ -34,7 +36,8 @@ from infinistore.demo.prompts import (
     tokens_that_fit,
     two_prompts,
 )
-from infinistore.demo.workers import gigabytes_per_s
+from infinistore.demo.workers import Worker, gigabytes_per_s
+from infinistore.errors import StoreUnavailable
 from infinistore.sizes import GIB, KIB, MIB
 from infinistore.statistics import DiskStatistics, DiskTierStatistics, Stats
 
@@ -235,6 +238,22 @@ def test_a_terminal_shows_layers_and_pool_while_the_work_goes_on() -> None:
     for bar in ("prefill +loads", "prefill +computes", "prefill +stores", "decode +loads"):
         assert re.search(rf"{bar} .* layer +2 of 3, 2.0 GB/s", text)
     assert [bar.description for bar in display.bars.tasks] == ["holds", "on disk"]  # those of a prompt begin again
+
+
+def test_a_worker_begins_once_its_own_view_of_the_cluster_is_that_of_the_order() -> None:
+    views = [["node-1", "node-2"], ["node-1"], ["node-1", "node-3"]]
+    store = Mock(spec=blocking.BlockingStore)
+    store.stats.side_effect = [
+        SimpleNamespace(cluster=SimpleNamespace(nodes=[SimpleNamespace(id=name, state="serving") for name in view]))
+        for view in views
+    ]
+    store.match_prefix.side_effect = StoreUnavailable("the first call of its work")
+    worker = Worker("decode", store, SMALL, tokens_per_s=1.0)
+
+    with pytest.raises(StoreUnavailable):
+        worker.work("A", [1] * 8, may_miss=False, nodes={"node-2": False, "node-3": True})
+
+    assert store.stats.call_count == len(views)
 
 
 def test_a_rate_is_in_units_of_a_thousand_million_bytes() -> None:
