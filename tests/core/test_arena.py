@@ -8,6 +8,7 @@ import gc
 import mmap
 import os
 import resource
+from collections.abc import Callable
 
 import numpy as np
 import pytest
@@ -108,27 +109,29 @@ def test_memory_that_runs_out_before_there_are_huge_pages_is_out_of_memory(monke
     assert taken == [(0, HUGE_BYTES)]
 
 
+@pytest.mark.process
 @pytest.mark.parametrize("length", [1, mmap.PAGESIZE, HUGE_BYTES, HUGE_BYTES + 1, HUGE_BYTES + (3 << 20)])
 def test_what_is_mapped_takes_no_more_addresses_than_its_pages(length: int) -> None:
-    before = _reserved_addresses()
-    arena = create_arena(0, length)
-    assert _mapping_field(arena.address, "Size") == arena.length
-    assert _reserved_addresses() == before
-    arena.close()
+    """In a child, where no other thread maps and unmaps something meanwhile."""
+
+    def is_exact() -> bool:
+        before = _reserved_addresses()
+        arena = create_arena(0, length)
+        return _mapping_field(arena.address, "Size") == arena.length and _reserved_addresses() == before
+
+    assert _holds_in_a_child(is_exact)
 
 
 @pytest.mark.process
 def test_a_forked_child_does_not_see_the_mapping() -> None:
     arena = create_arena(0, 1 << 20)
-    child = os.fork()
-    if child == 0:
-        code = 2
-        try:
-            code = 1 if _mapping_exists(arena) else 0
-            arena.abandon()
-        finally:
-            os._exit(code)
-    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+
+    def is_without() -> bool:
+        exists = _mapping_exists(arena)
+        arena.abandon()
+        return not exists
+
+    assert _holds_in_a_child(is_without)
     assert _mapping_exists(arena)
     arena.close()
 
@@ -227,6 +230,17 @@ def test_huge_pages_that_were_set_aside_hold_all_of_it() -> None:
 def _mapping_exists(arena: Arena) -> bool:
     with open("/proc/self/maps", encoding="ascii", errors="replace") as maps:
         return any(line.startswith(f"{arena.address:08x}-") for line in maps)
+
+
+def _holds_in_a_child(check: Callable[[], bool]) -> bool:
+    child = os.fork()
+    if child == 0:
+        holds = False
+        try:
+            holds = check()
+        finally:
+            os._exit(0 if holds else 1)
+    return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
 
 
 def _reserved_addresses() -> set[str]:
