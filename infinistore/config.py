@@ -694,8 +694,6 @@ def _conflicts_of_places(config: ServerConfig) -> Iterator[_Conflict]:
         yield ("unix_socket_group",), "needs --unix-socket-access group"
     if config.service_port == config.manage_port != 0:
         yield ("manage_port", "service_port"), "is the service port too; give one of them another port"
-    if config.take_over and config.shards > 1:
-        yield ("take_over", "shards"), "goes with one process only; a server of several starts empty"
     if config.take_over and config.unix_socket == "off":
         yield ("take_over", "unix_socket"), "needs the Unix socket of the other server"
     if config.take_over and config.unix_socket == "auto" and config.service_port == 0:

@@ -30,7 +30,7 @@ _PATIENCE: Final = 4
 _KEPT: Final = "infinistore-"
 """How the names of kept descriptors begin. Those of sockets that it listens on are the
 names of units, which end with .socket."""
-ANSWER_S: Final = 5.0
+ANSWER_S: Final = 20.0
 """How long the service manager may take to read what it is sent."""
 
 
@@ -44,13 +44,9 @@ class ServiceManager:
     this object until somebody takes them out.
 
     `part` is for one of several processes of a service: it tells nothing, and what it
-    has kept has names that begin so.
-    """
-
-    ends = True
-    """Whether the service ends with this process. Of what is kept by a part that ends
-    alone, its next process would know nothing, and that of another run would believe
-    it.
+    has kept has names that begin so. Such a process is told how much it may have kept
+    when all of them end: of what is kept by one that ends alone, its next process would
+    know nothing, and that of another run would believe it.
     """
 
     def __init__(
@@ -107,21 +103,41 @@ class ServiceManager:
             kept=kept,
         )
 
-    def of_part(self, name: str, most_kept: int) -> "ServiceManager":
-        """Return what one of several processes of the service is given. What was kept
-        for it now belongs to the result.
+    @property
+    def may_keep(self) -> bool:
+        """Whether there is somebody who may keep something, now or later."""
+        return self._address is not None and (self.most_kept > 0 or bool(self._part))
+
+    def of_part(self, name: str, address: str) -> "ServiceManager":
+        """Return what one of several processes of the service is given; it sends
+        what it has to say to `address`. What was kept for it now belongs to the result.
         """
         part = f"{name}-"
         kept = {name: self.kept.pop(name) for name in [*self.kept] if name.startswith(_KEPT + part)}
         self._names = list(self.kept)
-        made = ServiceManager(self._address, most_kept=most_kept, kept=kept, part=part)
-        made.ends = False
-        return made
+        return ServiceManager(address, kept=kept, part=part)
+
+    def add(self, kept: Mapping[str, int]) -> None:
+        """Take what somebody else has kept, which belongs to this object now."""
+        self.kept.update(kept)
 
     def close(self) -> None:
         """Close what is kept: another process has it now."""
         while self.kept:
             os.close(self.kept.popitem()[1])
+
+    async def pass_on(self, message: bytes, descriptors: Sequence[int]) -> None:
+        """Send what another process of the service says."""
+        if self._address is None:
+            await trio.lowlevel.checkpoint()
+            return
+        try:
+            with trio.socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as sock:
+                await sock.connect(self._address)
+                await sock.sendmsg([message], _rights(descriptors))
+        except OSError as error:
+            what = message.split(b"\n", 1)[0].decode(errors="replace")
+            _log.warning("the service manager cannot be told", extra={"what": what, "error": error.strerror})
 
     def ready(self) -> None:
         """The server serves."""
@@ -204,8 +220,7 @@ class ServiceManager:
             return
         with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as sock:
             sock.settimeout(ANSWER_S)
-            rights = [(socket.SOL_SOCKET, socket.SCM_RIGHTS, array("i", descriptors))] if descriptors else []
-            sock.sendmsg(["\n".join(lines).encode()], rights, 0, self._address)
+            sock.sendmsg(["\n".join(lines).encode()], _rights(descriptors), 0, self._address)
 
     def _wait(self) -> None:
         """Wait until the service manager has read all that it was sent: it then closes
@@ -231,6 +246,10 @@ class ServiceManager:
                 sock.sendto("\n".join(lines).encode(), self._address)
         except OSError as error:
             _log.warning("the service manager cannot be told", extra={"what": lines[0], "error": error.strerror})
+
+
+def _rights(descriptors: Sequence[int]) -> list[tuple[int, int, "array[int]"]]:
+    return [(socket.SOL_SOCKET, socket.SCM_RIGHTS, array("i", descriptors))] if descriptors else []
 
 
 def _number(environment: MutableMapping[str, str], name: str) -> int:

@@ -134,6 +134,8 @@ async def run_server(
         try:
             await _run(config, handle_signals, environment, on_listening)
         except PoolLost as error:
+            if environment.must_go_on:
+                raise ConfigError(f"--take-over: {error}") from None
             _log.warning("the cache starts empty", extra={"reason": str(error)})
         else:
             return
@@ -257,7 +259,7 @@ class _Opening:
     parts: int
 
     async def open(self, policy: Policy, pool: Pool) -> _Stores:
-        """Make the store in `pool`, or those of tenants.
+        """Make the store in `pool`, or those of tenants, and wait until it may be used.
 
         Raises:
             ConfigError: the configuration, or the tenants file, cannot be used.
@@ -274,6 +276,7 @@ class _Opening:
                 raise
             raise PoolLost(str(error)) from None  # without what it has left, there may be enough
         _warn_of_index(self.config, self.environment.available_memory())
+        await self.environment.may_serve()
         return stores
 
     async def _open_one(self, pool: Pool) -> _Stores:

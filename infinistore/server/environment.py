@@ -52,6 +52,12 @@ class Environment:
     """Who is told when the server drains."""
     meet_shards: Callable[[ServerAddresses], Awaitable[Sequence[Shard]]] = _no_shards
     """Tells where the server listens; returns its shards, if it is one of several."""
+    may_serve: Callable[[], Awaitable[None]] = trio.lowlevel.checkpoint
+    """Waits until the server may serve, which is ready to, and change what it has found
+    of an earlier one.
+    """
+    must_go_on: bool = False
+    """Whether it must not start without the cache that it has found."""
     accept: Callable[[socket.socket, Spinner], Awaitable[Stream]] = accept
     create_arena: Callable[..., Arena] = create_arena
     available_memory: Callable[[], MemoryLimit] = available_memory

@@ -22,6 +22,7 @@ from infinistore.server.listeners import NO_DESCRIPTORS_PAUSE_S, ServerAddresses
 from infinistore.server.security import AuditLog, Reloads
 from infinistore.server.session.handshake import Handshakes
 from infinistore.server.session.session import ServerContext, Session, SessionRegistry
+from infinistore.server.take_over.kept import refuse_to_keep
 from infinistore.server.take_over.memory import Ended
 from infinistore.server.telemetry import Telemetry
 from infinistore.tenant_limits import TenantLimits, why_no_places
@@ -173,7 +174,7 @@ class Server:
         self._has_ended = True
         ended = await self._end_service()
         if ended is None:
-            keeping.refuse("a request under way does not end")
+            refuse_to_keep("a request under way does not end")
             return False
         await keeping.keep(self.telemetry.instance, ended, self._environment.run_in_thread)
         return True

@@ -23,7 +23,7 @@ from tests.end_to_end.test_take_over import Load, open_at, there_of, value_of
 from tests.ports import own_ports
 
 UNIT = Path(__file__).resolve().parents[2] / "deploy" / "systemd" / "infinistore.service"
-KEPT = ("Type", "NotifyAccess", "WatchdogSec", "Restart", "RestartSec", "TimeoutStartSec", "TimeoutStopSec", "KillMode")
+KEPT = ("Type", "WatchdogSec", "Restart", "RestartSec", "TimeoutStartSec", "TimeoutStopSec", "KillMode")
 SYSTEMD = Path("/lib/systemd/systemd")
 HIERARCHIES = [Path("/sys/fs/cgroup", name) for name in ("", "systemd", "unified")]
 # It looks for a folder that the system's own instance has, and takes all processes of

@@ -42,14 +42,15 @@ class Servers:
     folder: Path
     port: int = attrs.field(factory=lambda: own_ports(1)[0])
     flags: tuple[str, ...] = ()
+    host: str = "127.0.0.1"
     processes: list[subprocess.Popen[bytes]] = attrs.field(factory=list)
 
     @property
     def socket(self) -> str:
         return str(self.folder / "socket")
 
-    def spawn(self, *flags: str, stderr: IO[bytes] | None = None) -> subprocess.Popen[bytes]:
-        command = [sys.executable, "-P", "-W", "error", "-m", "infinistore", "serve", "--host", "127.0.0.1"]
+    def spawn(self, *flags: str, stderr: IO[bytes] | int | None = None) -> subprocess.Popen[bytes]:
+        command = [sys.executable, "-P", "-W", "error", "-m", "infinistore", "serve", "--host", self.host]
         command += ["--service-port", str(self.port), "--manage-port", "0", "--unix-socket", self.socket]
         command += ["--prealloc-size", f"{POOL_BYTES}B", "--minimal-allocate-size", "1", "--log-level", "warning"]
         environment = {name: value for name, value in os.environ.items() if not name.startswith("INFINISTORE_")}
@@ -61,11 +62,11 @@ class Servers:
         process = self.spawn(*flags)
         assert process.stdout is not None
         line = process.stdout.readline().decode()
-        assert re.search(rf"tcp://127\.0\.0\.1:{self.port}\b", line), line
+        assert re.search(rf"tcp://{re.escape(self.host)}:{self.port}\b", line), line
         return process
 
     def open(self, transport: str, token: str = "") -> "BlockingStore":
-        return self.stack.enter_context(open_at(transport, self.port, self.socket, token))
+        return self.stack.enter_context(open_at(transport, self.port, self.socket, token, self.host))
 
     stack: ExitStack = attrs.field(factory=ExitStack)
 
@@ -85,10 +86,12 @@ def servers(tmp_path: Path) -> Iterator[Servers]:
         made.close()
 
 
-def open_at(transport: str, port: int, path: str, token: str = "") -> AbstractContextManager[BlockingStore]:
+def open_at(
+    transport: str, port: int, path: str, token: str = "", host: str = "127.0.0.1"
+) -> AbstractContextManager[BlockingStore]:
     """Open a store of the server that is there, by TCP, by its Unix socket, or by
     shared memory."""
-    url = f"tcp://127.0.0.1:{port}" if transport == "tcp" else f"{transport}://{path}"
+    url = f"tcp://{host}:{port}" if transport == "tcp" else f"{transport}://{path}"
     return blocking.open_store(url, token=token, deadline_s=60)
 
 

@@ -127,7 +127,7 @@ def test_a_shard_that_ends_alone_keeps_nothing_for_its_next_process_or_for_the_n
 
 def test_the_names_of_what_is_kept_fit_one_message() -> None:
     names = {f"infinistore-shard-100-of-128-stream-{number}": number for number in range(MOST_KEPT)}
-    manager = ServiceManager("/" + "a" * 100, kept=names, most_kept=MOST_KEPT).of_part("shard-100-of-128", MOST_KEPT)
+    manager = ServiceManager(kept=names).of_part("shard-100-of-128", "/" + "a" * 100)
     assert len(manager.kept) == MOST_KEPT
     start = Start(100, ServerConfig(), None, None, 1.0, manager)
     assert len(pickle.dumps(start)) < LONGEST_BYTES

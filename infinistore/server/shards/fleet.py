@@ -201,6 +201,10 @@ class ShardState:
         self._pause_s = min(2 * pause_s, _LONGEST_PAUSE_S)
         return pause_s
 
+    def gave(self) -> None:
+        """Note that its process is gone, and that this was wanted."""
+        self.pid = self._serving_since = None
+
     def described(self) -> dict[str, Any]:
         """Return it as `GET /shards` does."""
         unix_socket = self.addresses.unix_socket if self.addresses else None

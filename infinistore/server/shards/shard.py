@@ -58,6 +58,8 @@ class Start:
     """The time between its signs of life."""
     service_manager: ServiceManager
     """What keeps its cache, and has kept it: the process inherits the descriptors."""
+    must_go_on: bool = False
+    """Whether it must not start without what was kept."""
 
 
 @attrs.frozen
@@ -75,6 +77,14 @@ class Met:
 
 
 @attrs.frozen
+class Keep:
+    """To a shard: finish the requests under way, have at most so many descriptors kept
+    for the next run of all shards, then stop."""
+
+    most: int
+
+
+@attrs.frozen
 class Refused:
     """From a shard: it cannot start, with these settings or on this machine."""
 
@@ -87,6 +97,10 @@ class Signal(enum.Enum):
 
     ALIVE = "alive"
     """From a shard, again and again: its event loop runs."""
+    READY = "ready"
+    """From a shard: it has its memory, and could serve."""
+    SERVE = "serve"
+    """To a shard: all are ready, and this is the server now."""
     SERVING = "serving"
     """From a shard: it serves clients."""
     RELOAD = "reload"
@@ -95,7 +109,7 @@ class Signal(enum.Enum):
     """To a shard: finish the requests under way, then stop."""
 
 
-Message: TypeAlias = Start | Listening | Met | Refused | Signal
+Message: TypeAlias = Start | Listening | Met | Keep | Refused | Signal
 
 
 class Link:
@@ -188,6 +202,7 @@ class ShardProcess:
         self._link = Link(sock)
         self._server: Server | None = None
         self._met = trio.Event()
+        self._all_ready = trio.Event()
         self._shards: Sequence[Shard] = ()
         self._scope = trio.CancelScope()
         self._reloads = Reloads()
@@ -216,6 +231,8 @@ class ShardProcess:
             open_listeners=partial(_listen, start.management_socket),
             service_manager=start.service_manager,
             meet_shards=self._meet,
+            may_serve=self._wait_for_all,
+            must_go_on=start.must_go_on,
             run_in_thread=partial(_run_on_any_core, frozenset(os.sched_getaffinity(0))),
         )
         serving = trio.Event()
@@ -246,6 +263,10 @@ class ShardProcess:
         await self._met.wait()
         return self._shards
 
+    async def _wait_for_all(self) -> None:
+        await self._link.send(Signal.READY)
+        await self._all_ready.wait()
+
     async def _beat(self) -> None:
         """Send a sign of life in each beat."""
         while True:
@@ -258,8 +279,12 @@ class ShardProcess:
             if isinstance(message, Met):
                 self._shards = message.shards
                 self._met.set()
+            elif message is Signal.SERVE:
+                self._all_ready.set()
+            elif isinstance(message, Keep):
+                self.start.service_manager.most_kept = message.most
+                self._drain()
             elif message is Signal.DRAIN:
-                self.start.service_manager.ends = True
                 self._drain()
             elif message is Signal.RELOAD:
                 await self._reloads.run()

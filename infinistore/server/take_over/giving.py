@@ -175,7 +175,7 @@ class HandoverServer:
     def refuse(self, *, shards: bool) -> None:
         """Refuse every process, if this server has what no other can take over yet."""
         if shards:
-            self.refusal = "the server is a shard; restart all of them"
+            self.refusal = "the server has several shards; start as many (--shards)"
 
     def stop(self) -> None:
         """Let no process begin any more."""

@@ -15,6 +15,7 @@ import os
 import socket
 from collections.abc import Awaitable, Callable, Sequence
 from contextlib import ExitStack, suppress
+from pathlib import Path
 from typing import Any
 
 import attrs
@@ -48,18 +49,29 @@ _log = logging.getLogger("infinistore.server")
 def make_keeping(config: ServerConfig, manager: ServiceManager, giving: HandoverServer) -> "Keeping | None":
     """Return what keeps the cache for the next run; None if there is nobody to keep it,
     or this server has what no next run could go on with: the log says so."""
-    if not manager.most_kept:
+    if not manager.may_keep:
         return None
-    why = ""
+    if why := why_not_kept(config):
+        if manager.most_kept:  # else a supervisor has said so
+            refuse_to_keep(why)
+        return None
+    return Keeping(manager, giving, config)
+
+
+def why_not_kept(config: ServerConfig) -> str:
+    """Return why no next run could go on with the cache of a server with these
+    settings; empty if one could.
+    """
     if not can_adopt(config):
-        why = f"the allocator {config.allocator} cannot go on with what another process has placed"
-    elif config.shm_writes == "off" and config.tenants is None:
-        why = "nobody may map the pool to write any more (--shm-writes off)"
-    keeping = Keeping(manager, giving, config)
-    if why:
-        keeping.refuse(why)
-        return None
-    return keeping
+        return f"the allocator {config.allocator} cannot go on with what another process has placed"
+    if config.shm_writes == "off" and config.tenants is None:
+        return "nobody may map the pool to write any more (--shm-writes off)"
+    return ""
+
+
+def refuse_to_keep(why: str) -> None:
+    """Say that the next run starts empty, and why."""
+    _log.warning("the cache is not kept for the next run", extra={"reason": why})
 
 
 class Keeping:
@@ -70,14 +82,10 @@ class Keeping:
         self._giving = giving
         self._config = config
 
-    def refuse(self, why: str) -> None:
-        """Say that the next run starts empty, and why."""
-        _log.warning("the cache is not kept for the next run", extra={"reason": why})
-
     @property
     def wanted(self) -> bool:
         """Whether there will be a next run: not where the other shards serve on."""
-        return self._manager.ends
+        return self._manager.most_kept > 0
 
     async def keep(self, instance: str, ended: Sequence[Ended], run_in_thread: Callable[..., Awaitable[Any]]) -> None:
         """Give it what the server has. The service is over: nobody changes it any more.
@@ -103,7 +111,7 @@ class Keeping:
         sockets = self._sockets()
         room = self._manager.most_kept - len(arenas) - len(sockets) - 2
         if room < 0:
-            self.refuse(f"FileDescriptorStoreMax={self._manager.most_kept} is {-room} too few; raise it")
+            refuse_to_keep(f"FileDescriptorStoreMax={self._manager.most_kept} is {-room} too few; raise it")
             return
         # First those that still touch the pool: without its stream, what a client could
         # touch stays in quarantine for ever.
@@ -118,7 +126,7 @@ class Keeping:
             finally:
                 os.close(descriptor)
         except OSError as error:
-            self.refuse(f"the service manager cannot be told: {error.strerror or error}")
+            refuse_to_keep(f"the service manager cannot be told: {error.strerror or error}")
             return
         for _, sock in sockets:
             if isinstance(sock, UnixListener):
@@ -261,6 +269,10 @@ class KeptMemory(Adopting):
 
     async def end(self) -> None:
         """Have what was kept forgotten: from now on this server changes it."""
+        for sock in self._sockets:
+            if isinstance(sock, UnixListener):
+                with suppress(OSError):  # the path has been removed, or replaced
+                    sock.own_path()
         await trio.to_thread.run_sync(forget_kept, self._manager)
 
 
@@ -270,10 +282,7 @@ def _listener_of(descriptor: int) -> socket.socket | None:
     if sock.family == socket.AF_UNIX:
         sock = UnixListener(fileno=sock.detach())
     sock.setblocking(False)
-    try:
-        if isinstance(sock, UnixListener):
-            sock.own_path()
-    except OSError:
+    if isinstance(sock, UnixListener) and not Path(sock.getsockname()).exists():
         sock.close()
         return None
     return sock
