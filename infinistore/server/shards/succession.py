@@ -73,8 +73,7 @@ class Keeper:
                         lines = dict(line.split("=", 1) for line in message.decode().splitlines())
                         self.kept[lines["FDNAME"]] = os.dup(descriptors[0])
                 finally:
-                    for descriptor in descriptors:
-                        os.close(descriptor)
+                    _close(descriptors)
 
 
 async def _receive(sock: trio.socket.SocketType) -> tuple[bytes, list[int]]:
@@ -101,31 +100,30 @@ class Wire:
         while line:
             line = line[await self._sock.send(line) :]
 
-    async def receive(self) -> tuple[dict[str, Any], list[int]]:
-        """Receive a message, and descriptors that belong to the caller.
+    async def receive(self, descriptors: list[int] | None = None) -> dict[str, Any]:
+        """Receive a message; the descriptors that come with it are added to
+        `descriptors`, or thrown away.
 
         Raises:
             OSError: the connection is over.
             ValueError: the other end is no supervisor.
         """
-        line, descriptors = b"", list[int]()
-        try:
-            while not line.endswith(b"\n"):
+        line = b""
+        while not line.endswith(b"\n"):
+            if descriptors is None:
+                data = await self._sock.recv(_LONGEST_BYTES)
+            else:
                 data, more = await _receive(self._sock)
                 descriptors += more
-                line += data
-                if not data:
-                    raise ConnectionResetError("it has closed the connection")
-                if len(line) > _LONGEST_BYTES:
-                    raise ValueError("it sends too much")
-            fields = json.loads(line)
-            if not isinstance(fields, dict):
-                raise ValueError("it sends something else")
-        except BaseException:
-            for descriptor in descriptors:
-                os.close(descriptor)
-            raise
-        return fields, descriptors
+            if not data:
+                raise ConnectionResetError("the server has closed the connection")
+            line += data
+            if len(line) > _LONGEST_BYTES:
+                raise ValueError("the server sends too much")
+        fields = json.loads(line)
+        if not isinstance(fields, dict):
+            raise ValueError("the server sends something else")
+        return fields
 
     async def is_of_this_user(self) -> bool:
         """Whether the process at the other end is this user's."""
@@ -212,28 +210,28 @@ async def succeed(unix_socket: Path, shards: int, within_s: float, resources: Ex
     wire = Wire(sock)
     if not await wire.is_of_this_user():
         raise ConfigError(f"--take-over: the server on {unix_socket} belongs to another user")
-    given: list[tuple[str, int]] = []
-    resources.callback(_close, given)
+    names, descriptors = list[str](), list[int]()
+    resources.callback(_close, descriptors)
     try:
         with trio.fail_after(within_s):
             left = 1
             while left:
                 await wire.send(shards=shards)
-                told, descriptors = await wire.receive()
+                told = await wire.receive(descriptors)
                 if refusal := told.get("refusal"):
                     raise ConfigError(f"--take-over: {refusal}")
-                names, left = list(map(str, told.get("names", ()))), int(told.get("left", 0))
-                given += zip(names, descriptors, strict=False)
+                names += map(str, told.get("names", ()))
+                left = int(told.get("left", 0))
                 if not names or len(names) != len(descriptors):
                     raise ConfigError("--take-over: descriptors are missing; raise the limit on them (ulimit -n)")
     except trio.TooSlowError:
         raise ConfigError(f"--take-over: the server did not answer within {within_s:g} s") from None
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, TypeError) as error:
         raise ConfigError(f"--take-over: {error}; see whether it serves on, and try again") from None
-    return _succession(given, wire, resources)
+    return _succession(list(zip(names, descriptors, strict=True)), wire, resources)
 
 
-def _succession(given: list[tuple[str, int]], wire: Wire, resources: ExitStack) -> Succession:
+def _succession(given: Sequence[tuple[str, int]], wire: Wire, resources: ExitStack) -> Succession:
     kept, management = dict[str, int](), list[socket.socket]()
     listener, ownership = None, -1
     for name, descriptor in given:
@@ -252,8 +250,8 @@ def _succession(given: list[tuple[str, int]], wire: Wire, resources: ExitStack) 
     return Succession(kept, management, listener, ownership, wire)
 
 
-def _close(given: list[tuple[str, int]]) -> None:
-    for _, descriptor in given:
+def _close(descriptors: list[int]) -> None:
+    for descriptor in descriptors:
         os.close(descriptor)
 
 

@@ -351,7 +351,7 @@ class _Supervisor:
         if not await wire.is_of_this_user():
             return
         with trio.move_on_after(_ASKS_S) as asking:
-            asked, _ = await wire.receive()
+            asked = await wire.receive()
         if asking.cancelled_caught:
             return
         await self._all_serve.wait()
