@@ -18,7 +18,7 @@ import logging
 import os
 import socket
 from collections.abc import Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from pathlib import Path
 from typing import Any, Final
 
@@ -184,7 +184,8 @@ class Succession:
         """
         if not take_ownership(self._ownership):
             raise ConfigError("--take-over: the server did not wait, and has served on; try again")
-        self.listener.own_path()
+        with suppress(OSError):  # somebody has removed it
+            self.listener.own_path()
         self._wire.close()
 
 
