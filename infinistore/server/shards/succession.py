@@ -12,12 +12,11 @@ The new supervisor connects to a Unix socket of the old one, and asks. Each mess
 line of JSON: the two may be of different releases.
 """
 
-import array
 import json
 import logging
 import os
 import socket
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from contextlib import ExitStack, suppress
 from pathlib import Path
 from typing import Any, Final
@@ -25,10 +24,11 @@ from typing import Any, Final
 import attrs
 import trio
 
-from infinistore.errors import ConfigError
+from infinistore.errors import ConfigError, StoreUnavailable
 from infinistore.server.take_over.memory import take_ownership
 from infinistore.service_manager import ServiceManager
-from infinistore.transports.sockets.raw_sockets import peer_user
+from infinistore.transports.sockets.raw_sockets import peer_user, receive_with_descriptors
+from infinistore.transports.sockets.trio_streams import SocketStream, connect_unix
 from infinistore.transports.sockets.unix_listener import UnixListener
 
 _log = logging.getLogger("infinistore.server")
@@ -41,7 +41,6 @@ _LONGEST_BYTES: Final = 1 << 17
 """Of a message."""
 _AT_ONCE: Final = 100
 """Descriptors in one message; the kernel takes 253."""
-_RIGHTS_BYTES: Final = socket.CMSG_SPACE(_AT_ONCE * array.array("i").itemsize)
 
 
 def place_of(unix_socket: Path) -> Path:
@@ -57,91 +56,84 @@ class Keeper:
         self.kept: dict[str, int] | None = None
         """Descriptors by their names, for a successor; None if there is none."""
         self._manager = manager
-        self._sock = trio.socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM)
+        self._sock = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM)
 
     async def run(self, *, task_status: trio.TaskStatus[None] = trio.TASK_STATUS_IGNORED) -> None:
         """Read what the shards send, until cancelled."""
+        room = memoryview(bytearray(_LONGEST_BYTES))
         with self._sock:
-            await self._sock.bind(self.address)
+            self._sock.setblocking(False)
+            self._sock.bind(self.address)
             task_status.started()
             while True:
-                message, descriptors = await _receive(self._sock)
+                await trio.lowlevel.wait_readable(self._sock)
+                descriptors: list[int] = []
                 try:
+                    message = bytes(room[: receive_with_descriptors(self._sock, [room], descriptors)])
                     if self.kept is None:
                         await self._manager.pass_on(message, descriptors)
                     elif message.startswith(b"FDSTORE=1\n"):
                         lines = dict(line.split("=", 1) for line in message.decode().splitlines())
                         self.kept[lines["FDNAME"]] = os.dup(descriptors[0])
+                except OSError:  # nothing came, or there is no descriptor for it: then it is missing at the end
+                    continue
                 finally:
-                    _close(descriptors)
-
-
-async def _receive(sock: trio.socket.SocketType) -> tuple[bytes, list[int]]:
-    """Receive some bytes, and descriptors that belong to the caller."""
-    data, ancillary, _, _ = await sock.recvmsg(_LONGEST_BYTES, _RIGHTS_BYTES, socket.MSG_CMSG_CLOEXEC)
-    descriptors = array.array("i")
-    for level, kind, rights in ancillary:
-        if (level, kind) == (socket.SOL_SOCKET, socket.SCM_RIGHTS):
-            descriptors.frombytes(rights[: len(rights) - len(rights) % descriptors.itemsize])
-    return data, descriptors.tolist()
+                    close_all(descriptors)
 
 
 class Wire:
     """One end of the connection between two supervisors."""
 
-    def __init__(self, sock: trio.socket.SocketType) -> None:
-        self._sock = sock
+    def __init__(self, stream: SocketStream) -> None:
+        self._stream = stream
 
     async def send(self, descriptors: Sequence[int] = (), **fields: Any) -> None:
-        """Send a message."""
-        rights = [(socket.SOL_SOCKET, socket.SCM_RIGHTS, array.array("i", descriptors))] if descriptors else []
-        line = memoryview(json.dumps(fields).encode() + b"\n")
-        line = line[await self._sock.sendmsg([line], rights) :]
-        while line:
-            line = line[await self._sock.send(line) :]
-
-    async def receive(self, descriptors: list[int] | None = None) -> dict[str, Any]:
-        """Receive a message; the descriptors that come with it are added to
-        `descriptors`, or thrown away.
+        """Send a message, with descriptors.
 
         Raises:
-            OSError: the connection is over.
-            ValueError: the other end is no supervisor.
+            StoreUnavailable: the connection is over.
         """
-        line = b""
-        while not line.endswith(b"\n"):
-            if descriptors is None:
-                data = await self._sock.recv(_LONGEST_BYTES)
-            else:
-                data, more = await _receive(self._sock)
-                descriptors += more
-            if not data:
-                raise ConnectionResetError("the server has closed the connection")
-            line += data
-            if len(line) > _LONGEST_BYTES:
-                raise ValueError("the server sends too much")
-        fields = json.loads(line)
-        if not isinstance(fields, dict):
-            raise ValueError("the server sends something else")
-        return fields
+        line = memoryview(json.dumps(fields).encode() + b"\n")
+        await self._stream.send_descriptors([line], descriptors)
 
-    async def is_of_this_user(self) -> bool:
+    async def receive(self) -> tuple[dict[str, Any], list[int]]:
+        """Receive a message, and descriptors that belong to the caller.
+
+        Raises:
+            StoreUnavailable: the connection is over, or it is no supervisor that talks.
+        """
+        line, room, descriptors = b"", memoryview(bytearray(_LONGEST_BYTES)), list[int]()
+        try:
+            while not line.endswith(b"\n"):
+                count = await self._stream.receive_descriptors([room[len(line) :]], descriptors)
+                if not count:
+                    raise StoreUnavailable("the other server has closed the connection")
+                line = bytes(room[: len(line) + count])
+            fields = json.loads(line)
+            if not isinstance(fields, dict):
+                raise ValueError("no object")
+        except ValueError as error:
+            close_all(descriptors)
+            raise StoreUnavailable(f"what the other server says cannot be read: {error}") from None
+        except BaseException:
+            close_all(descriptors)
+            raise
+        return fields, descriptors
+
+    @property
+    def is_of_this_user(self) -> bool:
         """Whether the process at the other end is this user's."""
-        await trio.lowlevel.checkpoint()
-        with socket.socket(fileno=os.dup(self._sock.fileno())) as plain:
-            return peer_user(plain) == os.geteuid()
+        return peer_user(self._stream.socket) == os.geteuid()
 
     async def over(self) -> None:
         """Wait until the other end has closed the connection, or gone."""
-        try:
-            while await self._sock.recv(_LONGEST_BYTES):
+        with suppress(StoreUnavailable):
+            while await self._stream.receive_into([memoryview(bytearray(1))]):
                 pass
-        except OSError:
-            return
 
     def close(self) -> None:
         """Close this end. Idempotent."""
-        self._sock.close()
+        self._stream.close()
 
 
 async def hand_over(wire: Wire, given: Sequence[tuple[str, int]]) -> None:
@@ -149,15 +141,14 @@ async def hand_over(wire: Wire, given: Sequence[tuple[str, int]]) -> None:
     for.
 
     Raises:
-        OSError: the connection is over.
-        ValueError: the other end is no supervisor.
+        StoreUnavailable: the connection is over.
     """
     for first in range(0, len(given), _AT_ONCE):
         part = given[first : first + _AT_ONCE]
         names, left = [name for name, _ in part], len(given) - first - len(part)
         await wire.send([descriptor for _, descriptor in part], names=names, left=left)
         if left:
-            await wire.receive()
+            close_all((await wire.receive())[1])
 
 
 def decide_s(kept: dict[str, int]) -> float:
@@ -196,11 +187,9 @@ async def succeed(unix_socket: Path, shards: int, within_s: float, resources: Ex
     Raises:
         ConfigError: it refuses, and serves on.
     """
-    place = place_of(unix_socket)
-    sock = resources.enter_context(trio.socket.socket(socket.AF_UNIX, socket.SOCK_STREAM))
     try:
-        await sock.connect(str(place))
-    except OSError:
+        stream = await connect_unix(str(place_of(unix_socket)))
+    except StoreUnavailable:
         if await _answers(unix_socket):
             raise ConfigError(
                 f"--take-over: the server on {unix_socket} has one process, or is of an older release; stop it, and "
@@ -208,31 +197,33 @@ async def succeed(unix_socket: Path, shards: int, within_s: float, resources: Ex
             ) from None
         _log.warning("no server to take over from; the cache starts empty", extra={"unix_socket": str(unix_socket)})
         return None
-    wire = Wire(sock)
-    if not await wire.is_of_this_user():
+    wire = Wire(stream)
+    resources.callback(wire.close)
+    if not wire.is_of_this_user:
         raise ConfigError(f"--take-over: the server on {unix_socket} belongs to another user")
     names, descriptors = list[str](), list[int]()
-    resources.callback(_close, descriptors)
+    resources.callback(close_all, descriptors)
     try:
         with trio.fail_after(within_s):
             left = 1
             while left:
                 await wire.send(shards=shards)
-                told = await wire.receive(descriptors)
+                told, more = await wire.receive()
+                descriptors += more
+                names += told.get("names", ())
                 if refusal := told.get("refusal"):
                     raise ConfigError(f"--take-over: {refusal}")
-                names += map(str, told.get("names", ()))
-                left = int(told.get("left", 0))
-                if not names or len(names) != len(descriptors):
+                if not more or len(names) != len(descriptors):
                     raise ConfigError("--take-over: descriptors are missing; raise the limit on them (ulimit -n)")
+                left = told.get("left", 0)
     except trio.TooSlowError:
         raise ConfigError(f"--take-over: the server did not answer within {within_s:g} s") from None
-    except (OSError, ValueError, TypeError) as error:
+    except StoreUnavailable as error:
         raise ConfigError(f"--take-over: {error}; see whether it serves on, and try again") from None
-    return _succession(list(zip(names, descriptors, strict=True)), wire, resources)
+    return _succession(zip(names, descriptors, strict=True), wire, resources)
 
 
-def _succession(given: Sequence[tuple[str, int]], wire: Wire, resources: ExitStack) -> Succession:
+def _succession(given: Iterable[tuple[str, int]], wire: Wire, resources: ExitStack) -> Succession:
     kept, management = dict[str, int](), list[socket.socket]()
     listener, ownership = None, -1
     for name, descriptor in given:
@@ -251,15 +242,15 @@ def _succession(given: Sequence[tuple[str, int]], wire: Wire, resources: ExitSta
     return Succession(kept, management, listener, ownership, wire)
 
 
-def _close(descriptors: list[int]) -> None:
+def close_all(descriptors: Iterable[int]) -> None:
+    """Close these descriptors."""
     for descriptor in descriptors:
         os.close(descriptor)
 
 
 async def _answers(unix_socket: Path) -> bool:
-    with trio.socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as sock:
-        try:
-            await sock.connect(str(unix_socket))
-        except OSError:
-            return False
-        return True
+    try:
+        (await connect_unix(str(unix_socket))).close()
+    except StoreUnavailable:
+        return False
+    return True

@@ -61,6 +61,7 @@ from infinistore.server.shards.succession import (
     Keeper,
     Succession,
     Wire,
+    close_all,
     decide_s,
     hand_over,
     place_of,
@@ -69,7 +70,7 @@ from infinistore.server.shards.succession import (
 from infinistore.server.take_over.kept import as_large_as_kept, forget_kept, refuse_to_keep, why_not_kept
 from infinistore.server.take_over.memory import make_ownership, take_ownership
 from infinistore.service_manager import ServiceManager
-from infinistore.transports.sockets.trio_streams import listen_tcp
+from infinistore.transports.sockets.trio_streams import accept, listen_tcp
 from infinistore.transports.sockets.unix_listener import UnixListener, listen_unix, make_private_folder
 
 if TYPE_CHECKING:
@@ -337,21 +338,20 @@ class _Supervisor:
                 return
         assert isinstance(listener, UnixListener)
         while True:
-            await trio.lowlevel.wait_readable(listener)
             try:
-                sock, _ = listener.accept()
-            except OSError:  # it has gone again, or there is no descriptor for it
+                stream = await accept(listener)
+            except OSError:  # there is no descriptor for it
                 await trio.sleep(NO_DESCRIPTORS_PAUSE_S)
                 continue
-            sock.setblocking(False)
-            with closing(Wire(trio.socket.from_stdlib_socket(sock))) as wire, suppress(OSError, ValueError):
+            with closing(Wire(stream)) as wire, suppress(StoreUnavailable, OSError):
                 await self._answer(wire, listener)
 
     async def _answer(self, wire: Wire, listener: UnixListener) -> None:
-        if not await wire.is_of_this_user():
+        if not wire.is_of_this_user:
             return
         with trio.move_on_after(_ASKS_S) as asking:
-            asked = await wire.receive()
+            asked, descriptors = await wire.receive()
+            close_all(descriptors)
         if asking.cancelled_caught:
             return
         await self._all_serve.wait()
@@ -393,7 +393,7 @@ class _Supervisor:
 
         async with trio.open_nursery() as nursery:
             nursery.start_soon(until_drained)
-            with suppress(OSError, ValueError):
+            with suppress(StoreUnavailable):
                 await hand_over(wire, given)
                 await wire.over()
             nursery.cancel_scope.cancel()
