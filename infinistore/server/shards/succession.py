@@ -56,20 +56,19 @@ class Keeper:
         self.kept: dict[str, int] | None = None
         """Descriptors by their names, for a successor; None if there is none."""
         self._manager = manager
-        self._sock = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM)
 
     async def run(self, *, task_status: trio.TaskStatus[None] = trio.TASK_STATUS_IGNORED) -> None:
         """Read what the shards send, until cancelled."""
         room = memoryview(bytearray(_LONGEST_BYTES))
-        with self._sock:
-            self._sock.setblocking(False)
-            self._sock.bind(self.address)
+        with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as sock:
+            sock.setblocking(False)
+            sock.bind(self.address)
             task_status.started()
             while True:
-                await trio.lowlevel.wait_readable(self._sock)
+                await trio.lowlevel.wait_readable(sock)
                 descriptors: list[int] = []
                 try:
-                    message = bytes(room[: receive_with_descriptors(self._sock, [room], descriptors)])
+                    message = bytes(room[: receive_with_descriptors(sock, [room], descriptors)])
                     if self.kept is None:
                         await self._manager.pass_on(message, descriptors)
                     elif message.startswith(b"FDSTORE=1\n"):
