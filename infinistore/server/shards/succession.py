@@ -25,6 +25,8 @@ import attrs
 import trio
 
 from infinistore.errors import ConfigError, StoreUnavailable
+from infinistore.host import raise_descriptor_limit
+from infinistore.server.shards.shard import MOST_KEPT
 from infinistore.server.take_over.memory import take_ownership
 from infinistore.service_manager import ServiceManager
 from infinistore.transports.sockets.raw_sockets import peer_user, receive_with_descriptors
@@ -39,6 +41,8 @@ _DECIDE_FOR_EACH_BYTE_S: Final = 2e-6
 key needs 50 bytes or more, and a third of this on a busy machine."""
 _LONGEST_BYTES: Final = 1 << 17
 """Of a message."""
+_OWN_DESCRIPTORS: Final = 200
+"""What a supervisor needs besides those that are kept."""
 _AT_ONCE: Final = 100
 """Descriptors in one message; the kernel takes 253."""
 
@@ -46,6 +50,14 @@ _AT_ONCE: Final = 100
 def place_of(unix_socket: Path) -> Path:
     """Return where the supervisor listens whose first shard has this socket."""
     return Path(f"{unix_socket}.shards")
+
+
+def make_room(shards: int) -> int:
+    """Raise the limit of descriptors, and return how many each of so many shards may
+    have kept: a supervisor has them twice, as they came and as they go to the shards.
+    """
+    wanted = 2 * shards * MOST_KEPT
+    return min((raise_descriptor_limit(wanted + _OWN_DESCRIPTORS) - _OWN_DESCRIPTORS) // (2 * shards), MOST_KEPT)
 
 
 class Keeper:
@@ -200,6 +212,7 @@ async def succeed(unix_socket: Path, shards: int, within_s: float, resources: Ex
     resources.callback(wire.close)
     if not wire.is_of_this_user:
         raise ConfigError(f"--take-over: the server on {unix_socket} belongs to another user")
+    make_room(shards)
     names, descriptors = list[str](), list[int]()
     resources.callback(close_all, descriptors)
     try:

@@ -13,7 +13,6 @@ place this one takes serves on if one of them fails (`succession`).
 import logging
 import mmap
 import os
-import resource
 import signal
 import socket
 import subprocess
@@ -64,6 +63,7 @@ from infinistore.server.shards.succession import (
     close_all,
     decide_s,
     hand_over,
+    make_room,
     place_of,
     succeed,
 )
@@ -362,8 +362,7 @@ class _Supervisor:
         self._giving = giving = _Giving(set(range(len(self._starts))))
         kept: dict[str, int] = {}
         self.keeper.kept = kept
-        room = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
-        self._end_all(Keep(min(room // (2 * len(self._starts)), MOST_KEPT)))
+        self._end_all(Keep(make_room(len(self._starts))))
         with ExitStack() as last:
             last.callback(self._go_on, giving, kept)
             await giving.ended.wait()
