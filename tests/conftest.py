@@ -24,8 +24,11 @@ from hypothesis import Phase, settings
 from hypothesis.internal.conjecture import providers
 from hypothesis.internal.constants_ast import Constants
 
+from tests.cluster_io.etcd import etcd_of_all
 from tests.levels import Levels
 from tests.limits import Limits
+
+__all__ = ["etcd_of_all"]
 
 settings.register_profile(
     "repeatable", max_examples=60, deadline=None, print_blob=True, derandomize=True, database=None

@@ -27,7 +27,7 @@ from infinistore.sizes import MIB
 from tests import warm
 from tests.asking import until
 from tests.cluster_client.clusters import Cluster, Member, running_cluster
-from tests.cluster_io.etcd import Etcd, needs_etcd, shared_etcd
+from tests.cluster_io.etcd import Etcd, needs_etcd, own_cluster
 
 pytestmark = [needs_etcd, pytest.mark.process]
 # Groups of three blocks, in which the block tells its key.
@@ -70,8 +70,8 @@ NodesOf: TypeAlias = Callable[..., AbstractContextManager[Nodes]]
 
 
 @pytest.fixture
-def etcd() -> Etcd:
-    return shared_etcd()
+def etcd(etcd_of_all: Etcd) -> Etcd:
+    return own_cluster(etcd_of_all)
 
 
 @pytest.fixture

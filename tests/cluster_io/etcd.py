@@ -1,8 +1,6 @@
 """Runs etcd on loopback, with fresh folders and ports of its own, by its process id."""
 
-import atexit
 import copy
-import functools
 import itertools
 import json
 import os
@@ -11,7 +9,6 @@ import shutil
 import signal
 import socket
 import subprocess
-import tempfile
 import urllib.request
 from base64 import b64decode, b64encode
 from collections.abc import Iterator
@@ -145,20 +142,18 @@ class Etcd:
 _numbers = itertools.count()
 
 
-@functools.cache
-def _etcd_of_all() -> Etcd:
-    folder = tempfile.TemporaryDirectory(prefix="infinistore-etcd-")
-    running = Etcd(Path(folder.name))
-    atexit.register(folder.cleanup)
-    atexit.register(running.close)
-    return running
+@pytest.fixture(scope="session")
+def etcd_of_all(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Etcd]:
+    """The one etcd of all tests in this process: `own_cluster`."""
+    running = Etcd(tmp_path_factory.mktemp("etcd"))
+    yield running
+    running.close()
 
 
-def shared_etcd() -> Etcd:
-    """The one etcd of all tests in this process, with a cluster that no other one has.
-    It runs, and may be killed and started again: what it has stays.
+def own_cluster(shared: Etcd) -> Etcd:
+    """The etcd of all, with a cluster that no other one has. It runs, and may be killed
+    and started again: what it has stays.
     """
-    shared = _etcd_of_all()
     shared.revive()
     return shared.of(f"test-{next(_numbers)}")
 

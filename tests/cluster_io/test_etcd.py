@@ -37,12 +37,12 @@ from infinistore.cluster_io.memberships import EtcdMembership, make_session
 from tests.ports import own_ports
 from tests.server.running import until as until_holds
 
-from .etcd import Etcd, needs_etcd, shared_etcd
+from .etcd import Etcd, needs_etcd, own_cluster
 
 
 @pytest.fixture
-def one_etcd() -> Etcd:
-    return shared_etcd()
+def one_etcd(etcd_of_all: Etcd) -> Etcd:
+    return own_cluster(etcd_of_all)
 
 
 @pytest.fixture

@@ -16,7 +16,7 @@ from infinistore.cluster.membership import NodeState
 from infinistore.cluster_io.thread import open_membership
 from tests.asking import until
 from tests.cluster_client.clusters import PATIENT, Member
-from tests.cluster_io.etcd import Etcd, needs_etcd, shared_etcd
+from tests.cluster_io.etcd import Etcd, needs_etcd, own_cluster
 from tests.transports.certificates import issue
 
 from .conftest import HOST, NAMES, RunningShards, running_shards
@@ -26,8 +26,8 @@ KEYS = [f"key {number}" for number in range(64)]
 
 
 @pytest.fixture(scope="module")
-def etcd() -> Etcd:
-    return shared_etcd()
+def etcd(etcd_of_all: Etcd) -> Etcd:
+    return own_cluster(etcd_of_all)
 
 
 @pytest.fixture(scope="module")
