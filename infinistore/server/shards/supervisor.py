@@ -415,17 +415,16 @@ class _Supervisor:
         """Have the shards started again with what was kept, unless another server has
         their place.
         """
-        self._manager.add(kept)
-        self._starts = [
-            attrs.evolve(one, service_manager=self._manager.of_part(part, self.keeper.address), must_go_on=False)
-            for one, part in zip(self._starts, self._parts, strict=True)
-        ]
         if giving.other_serves:
             _log.info("another process has taken over")
-            for start in self._starts:
-                start.service_manager.close()
+            close_all(kept.values())
         else:
             _log.warning("the process that was to take over has gone; serving on")
+            self._manager.add(kept)
+            self._starts = [
+                attrs.evolve(one, service_manager=self._manager.of_part(part, self.keeper.address), must_go_on=False)
+                for one, part in zip(self._starts, self._parts, strict=True)
+            ]
             self._has_served_on, self._all_serve = True, trio.Event()
             if not self.fleet.draining:
                 self._end = trio.Event()
