@@ -178,8 +178,6 @@ class FrameReader:
         send fewer bytes than a header has, and then wait for a reply.
         """
         have = self._end - self._start
-        if have >= length:
-            return True
         if (self._start and self._start + length > len(self._buffer)) or not have:
             self._buffer[:have] = bytes(self._buffer[self._start : self._end])
             self._start, self._end = 0, have
@@ -187,8 +185,7 @@ class FrameReader:
             if check is not None:
                 check(self._buffer[self._start : self._end])
             room = [self._buffer[self._end :]]
-            idle = self._end == self._start
-            count = await (Receive(room, idle) if descriptors is None else ReceiveDescriptors(room, descriptors))
+            count = await (Receive(room) if descriptors is None else ReceiveDescriptors(room, descriptors))
             if not count:
                 if self._end == self._start:
                     return False
