@@ -141,7 +141,6 @@ class DescriptorBudget:
 
 
 _BURST = 20
-_EVERY_S = 1.0
 
 
 @attrs.define
@@ -165,7 +164,7 @@ class LogBudget:
         bucket = self._buckets.get(tenant)
         if bucket is None:
             bucket = self._buckets[tenant] = _Bucket(now)
-        bucket.credit = min(_BURST, bucket.credit + (now - bucket.counted_at) / _EVERY_S)
+        bucket.credit = min(_BURST, bucket.credit + now - bucket.counted_at)
         bucket.counted_at = now
         if bucket.credit < 1:
             bucket.left_out += 1
@@ -302,7 +301,7 @@ class BodyBudget:
         self._of_tenants: Counter[str] = Counter()
         self.taken_bytes = 0
 
-    async def acquire(self, body: LongBody, end: Callable[[], None], tenant: str = "") -> BodyGrant:
+    async def acquire(self, body: LongBody, end: Callable[[], None], tenant: str) -> BodyGrant:
         """Wait until an announced body of a tenant may be received."""
         grant = BodyGrant(body, end, tenant)
         self._waiting[grant] = None

@@ -4,7 +4,7 @@ import os
 import resource
 
 import pytest
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from infinistore.errors import ConfigError
@@ -28,14 +28,19 @@ def test_who_may_open_enough_gets_what_was_wished_for() -> None:
 
 
 @given(limit=st.integers(0, 5000), open_now=st.integers(5, 50), arenas=st.integers(0, 20))
-def test_what_is_shared_out_is_never_more_than_there_is(limit: int, open_now: int, arenas: int) -> None:
-    try:
-        budget, clients = shares(limit, open_now, arenas)
-    except ConfigError:
-        assert limit < open_now + arenas + 30
+@example(limit=37, open_now=12, arenas=0)
+@example(limit=38, open_now=12, arenas=0)
+def test_clients_have_what_the_process_and_the_others_leave(limit: int, open_now: int, arenas: int) -> None:
+    left = limit - open_now - arenas - 16
+    eighth = max(4, left // 8)
+    strangers, management = min(128, eighth), min(64, eighth)
+    clients = min(1024, (left - strangers - management) // 2)
+    if clients < 1:
+        with pytest.raises(ConfigError, match="too few to serve anybody"):
+            shares(limit, open_now, arenas)
         return
-    assert min(clients, budget.strangers, budget.management) >= 1
-    assert open_now + arenas + 2 * clients + budget.strangers + budget.management + 16 <= limit
+    budget, given_to_clients = shares(limit, open_now, arenas)
+    assert (given_to_clients, budget.strangers, budget.management) == (clients, strangers, management)
 
 
 def test_the_soft_limit_is_raised_to_what_is_wanted_and_never_lowered() -> None:
@@ -54,11 +59,12 @@ def test_the_soft_limit_is_raised_to_what_is_wanted_and_never_lowered() -> None:
 
 
 def test_disks_that_come_later_get_what_clients_do_not_have() -> None:
-    limits = [500, 10_000]
+    limits = [100, 10_000]
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(resource, "getrlimit", lambda kind: tuple(limits))
         patch.setattr(resource, "setrlimit", lambda kind, given: limits.__setitem__(0, given[0]))
         budget = DescriptorBudget(clients=100, strangers=10, management=10, arenas=0, open_now=lambda: 12)
+        assert limits[0] == 12 + 2 * 100 + 10 + 10 + 16
         budget.reserve(5000)
         assert budget.clients(each=2) == 100
         before = limits[0]
@@ -68,6 +74,11 @@ def test_disks_that_come_later_get_what_clients_do_not_have() -> None:
             budget.reserve(9000)
         budget.reserve(-6000)
         budget.reserve(9000)
+        budget.reserve(10_000 - (12 + 2 * 100 + 10 + 10 + 16 + 9000))
+        with pytest.raises(ConfigError, match="too few for more disks"):
+            budget.reserve(1)
+        assert budget.clients(each=1) == 100
+        budget.reserve(100)  # of clients that have one descriptor instead of two
 
 
 def test_disks_leave_clients_their_places_or_the_server_does_not_start() -> None:

@@ -17,6 +17,7 @@ import infinistore
 from infinistore.errors import AuthenticationFailed, LimitExceeded, StoreUnavailable
 from infinistore.protocol.codec import encode_head, pack_u64
 from infinistore.protocol.messages import Hello, Keys, Put, Statistics, StatisticsReply
+from infinistore.server.budgets import LogBudget
 from infinistore.server.session.handshake import MOST_STRANGERS
 from infinistore.transports.base import Stream
 from infinistore.transports.sockets.trio_streams import connect_tcp, connect_unix
@@ -120,6 +121,29 @@ async def test_the_log_does_not_grow_with_every_stranger(
         said = [record.__dict__.get("left_out", 0) for record in caplog.records]
         assert len(said) == lines + 1
         assert sum(said) + lines >= 300  # each is in the log, or counted in the next line
+
+
+async def test_the_log_has_a_burst_of_each_tenant_and_then_one_line_a_second(
+    caplog: pytest.LogCaptureFixture, mock_clock: MockClock
+) -> None:
+    caplog.set_level(logging.INFO)
+    mock_clock.jump(7)
+    budget = LogBudget()
+
+    def said(count: int, **tenant: str) -> list[dict[str, object]]:
+        caplog.clear()
+        for _ in range(count):
+            budget.log(logging.INFO, "said", why="because", **tenant)
+        wanted = ("message", "why", "tenant", "left_out")
+        return [{name: vars(line)[name] for name in wanted if name in vars(line)} for line in caplog.records]
+
+    line = {"message": "said", "why": "because", "tenant": "a"}
+    assert said(25, tenant="a") == [line] * 20
+    assert said(1) == [{"message": "said", "why": "because"}]
+    mock_clock.jump(3)
+    assert said(5, tenant="a") == [{**line, "left_out": 5}, line, line]
+    mock_clock.jump(1000)
+    assert said(25, tenant="a") == [{**line, "left_out": 2}, *[line] * 19]
 
 
 async def test_probes_are_answered_beside_strangers_while_a_server_drains(mock_clock: MockClock) -> None:

@@ -331,6 +331,30 @@ def test_the_slower_of_two_rates_counts_and_limits_change() -> None:
     assert [rates.take(0), rates.take(0)] == [0, 1]
 
 
+def test_at_less_than_one_a_second_one_is_kept() -> None:
+    bucket = TokenBucket(0.5, lambda: 100.0)
+    assert [bucket.take(1), bucket.take(1)] == [0, 2]
+    bucket = TokenBucket(10, lambda: 100.0)
+    bucket.set_rate(0.5)
+    assert [bucket.take(1), bucket.take(1)] == [0, 2]
+
+
+async def test_who_waits_waits_for_the_limits_of_now(autojump_clock: MockClock) -> None:
+    """What is owed stays owed when the rate becomes a tenth."""
+    for name in ("requests_per_s", "bytes_per_s"):
+        rates = Rates(TenantLimits("a", **{name: 1.0}), Departures())  # type: ignore[arg-type]
+        assert await rates.rest(1, None)
+        assert rates.pauses == 0
+        start = trio.current_time()
+        async with trio.open_nursery() as nursery:
+            for _ in range(3):
+                nursery.start_soon(rates.rest, 1, None)
+            await trio.sleep(1)
+            rates.set_limits(TenantLimits("a", **{name: 0.1}))  # type: ignore[arg-type]
+        assert trio.current_time() - start == pytest.approx(21)
+        assert rates.pauses == 3
+
+
 async def test_the_connections_of_a_tenant_share_its_rate_and_nothing_is_dropped(
     serving: Serving, autojump_clock: MockClock
 ) -> None:
