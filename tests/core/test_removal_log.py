@@ -70,7 +70,10 @@ TestRemovals = Removals.TestCase
 
 @given(st.lists(st.integers(0, 30), max_size=20))
 def test_a_log_keeps_no_more_than_its_bounds(counts: list[int]) -> None:
-    log = make_log(FakeClock(), most_keys=10, most_bytes=30)
+    log = make_log(FakeClock(), most_keys=10, most_bytes=28)
+    log.told(START, 1, NOBODY)
+    log.note(["before"])
+    log.end()
     place = log.told(START, 1, NOBODY).place
     names = [f"{number:04}" for number in range(sum(counts))]
     left = list(names)
@@ -101,6 +104,8 @@ def test_nobody_who_waits_is_called_twice(clock: FakeClock) -> None:
     one, other = (lambda: calls.append("one")), (lambda: calls.append("other"))
     log.waiting += [one, other]
     log.stop_waiting(other)
+    log.note([])
+    assert calls == []
     log.note(["a"])
     log.note(["b"])
     log.stop_waiting(one)
@@ -112,6 +117,18 @@ def test_a_number_from_the_future_is_refused(clock: FakeClock) -> None:
     place = log.told(START, 1, NOBODY).place
     with pytest.raises(ValueError, match="there have been 0"):
         log.told((place[0], 1), 1, NOBODY)
+
+
+@pytest.mark.parametrize(("bit", "log_id"), [(0, 1), (1, 2**63)])
+def test_a_log_has_an_id_while_it_is_kept(clock: FakeClock, bit: int, log_id: int) -> None:
+    source = random.Random()
+    source.getrandbits = lambda count: bit * (2**count - 1)  # type: ignore[method-assign]
+    log = RemovalLog(clock, source)
+    assert (log.id, log.next) == (0, 0)
+    assert log.told(START, 1, NOBODY) == Told([], (log_id, 0), 0)
+    assert log.told((log_id + 1, 5), 1, NOBODY) == Told([], (log_id, 0), None)
+    log.end()
+    assert (log.id, log.next) == (0, 0)
 
 
 def test_nothing_is_kept_while_nobody_follows(core: StoreCore) -> None:

@@ -19,6 +19,36 @@ def evicted(core: StoreCore) -> int:
     return sum(attrs.astuple(core.statistics().evicted))
 
 
+# Growth
+
+
+def test_who_may_grow_is_asked_once_until_it_has_grown_or_cannot() -> None:
+    calls: list[str] = []
+    nobody = Growth()
+    nobody.want()
+    growth = Growth(3, lambda: calls.append("wanted"))
+    assert growth.wanted is nobody.wanted is False
+    for asked in range(1, 3):
+        growth.want()
+        growth.want()
+        assert (growth.wanted, len(calls)) == (True, asked)
+        growth.added(1)
+        assert (growth.wanted, growth.growable_bytes) == (False, 3 - asked)
+    growth.want()  # the last byte
+    growth.stop()
+    growth.want()
+    assert (growth.wanted, growth.growable_bytes, len(calls)) == (False, 0, 3)
+
+
+# By hand
+
+
+def test_blocks_that_are_evicted_by_name_are_counted(core: StoreCore, client: Client) -> None:
+    put(core, client, blocks("a", "b", "c"))
+    assert [core.evict_keys(["a"]), core.evict_keys(["b", "a", "c"])] == [1, 2]
+    assert core.statistics().evicted.manual == 3
+
+
 # Spares
 
 
