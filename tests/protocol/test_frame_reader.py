@@ -100,9 +100,8 @@ def test_frames_come_as_they_were_sent(
                 effect.idle for effect, _ in wire.effects if isinstance(effect, Receive)
             ]
     except StoreUnavailable as error:
-        assert re.fullmatch(
-            r"the connection ended (in the middle|[1-9]\d* bytes before the end) of a frame", str(error)
-        )
+        said = str(error)
+        assert re.fullmatch(r"the connection ended (in the middle|[1-9]\d* bytes before the end) of a frame", said)
         assert len(stream) not in starts
         assert not wire.incoming
     else:
