@@ -19,17 +19,15 @@ Change: TypeAlias = Literal["put", "delete", "purge", "drop", "read"]
 
 - put: they have new blocks, the entries; without those that a put with `replace=False`
   left alone.
-- delete: a call named them, or their time was over. The entries are the blocks of
-  those that were there. Before a put of blocks that have a time to live, too, without
-  entries: no second copy may outlive them.
+- delete: a call named them, whether they were there or not, or their time was over.
+  Before a put of blocks that have a time to live, too: no second copy may outlive them.
 - purge: all keys were removed, and these were there.
 - drop: the block did not match its checksum, and was removed.
-- read: a lease found these entries, or a client read them without a request (then there
-  are none).
+- read: a lease found them, or a client read them without a request.
 """
 
 JournalItem: TypeAlias = tuple[Change, Sequence[str], Sequence[Entry]]
-"""(change, keys, entries). Neither sequence is ever changed."""
+"""(change, keys, entries). Only a put has entries. Neither sequence is ever changed."""
 
 
 class Journal:
@@ -48,7 +46,7 @@ class Journal:
     def __len__(self) -> int:
         return len(self._items)
 
-    def append(self, change: Change, keys: Sequence[str], entries: Sequence[Entry]) -> None:
+    def append(self, change: Change, keys: Sequence[str], entries: Sequence[Entry] = ()) -> None:
         """Add an item. For the store."""
         self._items.append((change, keys, entries))
         if len(self._items) == 1 and self.on_first is not None:

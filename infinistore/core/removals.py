@@ -214,7 +214,7 @@ class Removals:
         deleted = self.remove(index, keys, entries)
         self.deleted += deleted
         if self._journal is not None:
-            self._journal.append(change, keys, entries)
+            self._journal.append(change, keys)
         return deleted
 
     def expire(self, index: Index) -> None:
@@ -230,7 +230,7 @@ class Removals:
             self._retention.put_back(keys)
             raise
         if self._journal is not None:
-            self._journal.append("delete", keys, entries)
+            self._journal.append("delete", keys)
 
     def purge(self, index: Index, max_keys: int | None) -> int:
         """Remove every key, or the coldest `max_keys` of them; return how many."""
@@ -266,7 +266,7 @@ class Removals:
         self.remove(index, [key], [entry])
         self.checksum_drops += 1
         if self._journal is not None:
-            self._journal.append("drop", [key], [entry])
+            self._journal.append("drop", [key])
         return True
 
 

@@ -450,7 +450,7 @@ class StoreCore:
         if ttl_s and entries:
             self.retention.end_in(keys, ttl_s)
             if self.journal is not None:
-                self.journal.append("delete", keys, ())  # what ends is in memory only, and so is its key
+                self.journal.append("delete", keys)  # what ends is in memory only, and so is its key
         self._count_put(reservation.client, keys, entries)
 
     def _count_put(self, client: Client, keys: Sequence[str], entries: Sequence[Entry]) -> None:
@@ -598,7 +598,7 @@ class StoreCore:
         if client.counted:
             self.misses += len(keys) - len(pinned)
             if pinned:
-                self._count_read(found, pinned, len(pinned), sum(lengths))
+                self._count_read(found, len(pinned), sum(lengths))
         return lease
 
     def find_one(self, client: Client, key: str) -> Entry | None:
@@ -624,7 +624,7 @@ class StoreCore:
         if entry is None:
             self.misses += 1
             return
-        self._count_read((key,), (entry,), 1, length_of(entry))
+        self._count_read((key,), 1, length_of(entry))
 
     def release(self, lease: Lease) -> None:
         """End a lease; idempotent. Its views must not be used any more."""
@@ -650,10 +650,10 @@ class StoreCore:
             return 0
         read_bytes = sum(map(length_of, used))
         if used:
-            self._count_read(keys, (), len(used), read_bytes)
+            self._count_read(keys, len(used), read_bytes)
         return read_bytes
 
-    def _count_read(self, keys: Sequence[str], entries: Sequence[Entry], count: int, read_bytes: int) -> None:
+    def _count_read(self, keys: Sequence[str], count: int, read_bytes: int) -> None:
         """Count a read of so many blocks of these keys."""
         self.hits += count
         self.hit_bytes += read_bytes
@@ -662,7 +662,7 @@ class StoreCore:
         if groups.left < 0:
             groups.sample(keys)
         if self._reads is not None:
-            self._reads.append("read", keys, entries)
+            self._reads.append("read", keys)
 
     def exists(self, keys: Sequence[str]) -> bytes:
         """Return one byte per key: 1 if it exists. LimitExceeded: too many."""
