@@ -79,7 +79,7 @@ class CommittedIndex:
         commit: Callable[[Index, Reservation, Sequence[str], Sequence[int]], object],
         retention: Retention,
         expire: Callable[[Index], object],
-        eviction: type[Eviction] = LeastRecentlyUsed,
+        eviction: type[Eviction],
     ) -> None:
         self.__index = Index(eviction)
         self._prepared: dict[Reservation, tuple[Sequence[str], Written]] = {}
@@ -524,7 +524,7 @@ class StoreCore:
             self._close(reservation, "aborted")
             self.pool.free(reservation.extents)
 
-    def write_one(self, client: Client, key: str, value: memoryview, checksum: int, *, replace: bool = True) -> bool:
+    def write_one(self, client: Client, key: str, value: memoryview, checksum: int, *, replace: bool) -> bool:
         """Store a block; False if the key exists and is not to be replaced.
 
         The space of a replaced block is free after `free_replaced`. Errors

@@ -108,6 +108,25 @@ def test_a_damaged_block_is_not_served_when_asked_for_first(
     assert not verify_some(new, 1 << 20)
 
 
+def test_a_lease_without_its_damaged_blocks_is_the_one_that_was_asked_for(make_core: MakeCore) -> None:
+    old = make_core()
+    put(old, old.open_client("writer"), {key: bytes(100) for key in ("a", "b", "c", "d", "e")})
+    for key in ("a", "c"):
+        entry = old.index.get(key)
+        assert entry is not None
+        old.pool.view(entry[:3])[50] = 1
+    new = make_core(like=old)
+    hand_over(old, new)
+    before = new.all_keys()
+    assert new.unverified is not None
+    reader = new.open_client("reader")
+    for keys in (["a", "b"], ["c", "d", "e"]):
+        lease = new.lease(reader, keys, max_bytes=200, touch=False)
+        assert list(lease.lengths) == [0, 100]  # as many as fit before one of them turned out damaged
+        assert new.all_keys() == [key for key in before if new.exists([key]) == b"\1"]
+    assert (new.unverified.dropped, new.statistics().checksum_drops) == (2, 2)
+
+
 def test_blocks_are_verified_in_slices_the_warmest_first(make_core: MakeCore) -> None:
     old = make_core()
     put(old, old.open_client("writer"), {str(n): bytes([n]) * 100 for n in range(10)})

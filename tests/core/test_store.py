@@ -620,6 +620,27 @@ def test_verify_drops_a_block_that_is_not_what_was_written(core: StoreCore, clie
     assert core.pool.used_bytes == 128
 
 
+# Names
+
+
+def test_names_that_do_not_fit_are_refused_by_what_is_wrong_with_them(core: StoreCore, client: Client) -> None:
+    reservation = core.reserve(client, [64] * 3)
+    for keys, checksums, problem in (
+        (["a"], None, r"3 blocks needs as many keys \(and checksums\), not 1 keys$"),
+        (["a", "b", "c"], [1, 2], "not 3 keys and 2 checksums$"),
+        (["a", "b", "b"], None, "there twice: 'b'$"),
+    ):
+        with pytest.raises(ValueError, match=problem):
+            core.commit(reservation, keys, checksums)
+    assert core.prepare(reservation, ["a", "b", "c"], lambda: None)
+    with pytest.raises(ValueError, match=r"^this reservation was prepared: its blocks have names already$"):
+        core.commit(reservation, ["a", "b", "c"], None)
+    core.abort(reservation)
+    assert reservation.state == "aborted"
+    with pytest.raises(UnknownReservation, match=r"^this reservation was aborted; reserve again"):
+        core.commit(reservation, ["a", "b", "c"], None)
+
+
 # Growth
 
 

@@ -299,7 +299,7 @@ def test_what_is_reserved_is_there_whatever_others_read_in_place(make_tenants: M
         if how == "put":
             put(a, f"k{number}")
         elif how == "single":
-            a.write_one(reader.client, f"k{number}", memoryview(bytes(UNIT_BYTES)), 0)
+            a.write_one(reader.client, f"k{number}", memoryview(bytes(UNIT_BYTES)), 0, replace=True)
         elif (spare := a.reserve_spare(reader.client, [UNIT_BYTES])) is not None:
             a.commit(spare, [f"k{number}"], None)
     assert len(a) + len(d) == 24  # what is its own, and what nobody reserved
