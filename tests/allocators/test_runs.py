@@ -72,8 +72,12 @@ class HoleMachine(RuleBasedStateMachine):
                 first = unit
         return found
 
-    @rule(units=st.one_of(st.integers(1, 20), st.integers(50, 80), st.integers(1, 700)), start=st.integers(0, 2000))
-    def find_holes(self, units: int, start: int) -> None:
+    @rule(
+        units=st.one_of(st.integers(1, 20), st.integers(50, 80), st.integers(1, 700)),
+        start=st.integers(0, 2000),
+        wanted=st.integers(0, 2000),
+    )
+    def find_holes(self, units: int, start: int, wanted: int) -> None:
         start %= len(self.bits)
         expected = [(first, end) for first, end in self.holes() if end - first >= units]
         assert sorted(self.map.holes(units, start)) == expected
@@ -82,9 +86,10 @@ class HoleMachine(RuleBasedStateMachine):
         assert not self.map.has_room(units, room + 1)
         places = self.map.best_fits(units, room + 1, start)
         assert places is None
-        places = self.map.best_fits(units, room, start)
+        wanted = min(room, wanted)
+        places = self.map.best_fits(units, wanted, start)
         assert places is not None
-        assert len(set(places)) == room
+        assert len(set(places)) == len(places) == wanted
         for first in places:
             assert 1 not in self.bits[first : first + units]
 

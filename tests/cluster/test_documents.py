@@ -108,6 +108,7 @@ def test_a_drain_tells_how_far_it_is() -> None:
 @given(COUNTS)
 def test_what_a_node_has_purged_is_read_up_to_the_last_revision_there_can_be(revision: int) -> None:
     assert read_purged(str(revision).encode()) == (revision if revision < 2**63 else 0)
+    assert read_purged(b"?") == read_purged(b'"1"') == read_purged(b"-1") == 0
 
 
 def test_a_file_lists_nodes_by_address_alone() -> None:
@@ -137,6 +138,7 @@ def test_a_file_lists_nodes_by_address_alone() -> None:
         ('{"nodes": [{"id": "a", "address": "h", "zone": 1}]}', "a zone that is no text of at most 256 characters"),
         ('{"nodes": [{"id": "a", "address": "h:x"}]}', "'h:x' that must be HOST:PORT"),
         ('{"nodes": [{"id": "a", "address": "http://h"}]}', "begins with none of infinistore, infinistores, tcp, rdma"),
+        ('{"nodes": [{"id": "a", "address": "tcp://tcp://h"}]}', "has an address 'tcp://tcp://h' that "),
         (
             '{"nodes": [{"id": "a", "address": "h", "weight": -1}]}',
             "weight that is no whole number from 0 to 10000: -1",

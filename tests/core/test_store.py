@@ -491,6 +491,31 @@ def test_the_id_of_a_hold_has_64_bits_and_is_neither_0_nor_in_use(make_core: Mak
     assert [core.hold_prefix(client, ["k"], 1.0)[1] for _ in range(2)] == [5, 2**64 - 1]
 
 
+def test_holds_end_in_their_time_although_many_others_were_released_before_theirs(
+    core: StoreCore, client: Client, clock: FakeClock
+) -> None:
+    put(core, client, blocks("k"))
+    for left_s in (30.0, 10.0, 20.0):
+        core.hold_prefix(client, ["k"], left_s)
+    for _ in range(300):
+        assert core.release_hold(core.hold_prefix(client, ["k"], 5.0)[1])
+    began = clock.now
+    for after_s in (10.0, 20.0, 30.0):
+        assert core.expire_holds() == began + after_s
+        clock.now = began + after_s
+    assert core.expire_holds() is None
+    assert core.statistics().holds == 0
+
+
+def test_what_is_left_of_the_time_of_a_hold_is_told(core: StoreCore, client: Client, clock: FakeClock) -> None:
+    clock.now += 100.0
+    put(core, client, blocks("k"))
+    hold = core.hold_prefix(client, ["k"], 3.0)[1]
+    for later_s, left_s in ((2.5, 0.5), (9.0, 0.0)):
+        clock.now += later_s
+        assert [(hold_id, left_s) for hold_id, left_s, _ in core.holds.export()] == [(hold, left_s)]
+
+
 def test_a_hold_ends_when_its_time_is_over(core: StoreCore, client: Client, clock: FakeClock) -> None:
     put(core, client, blocks("a", "b"))
     _, short = core.hold_prefix(client, ["a"], 2.0)
