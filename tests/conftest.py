@@ -36,7 +36,7 @@ settings.register_profile(
 settings.register_profile("explore", max_examples=100, deadline=None, print_blob=True)
 settings.register_profile("thorough", settings.get_profile("explore"), max_examples=2000)
 settings.register_profile(
-    "quick", settings.get_profile("repeatable"), max_examples=25, phases=[Phase.explicit, Phase.generate]
+    "quick", settings.get_profile("repeatable"), max_examples=100, phases=[Phase.explicit, Phase.generate]
 )
 settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "repeatable"))
 # Hypothesis draws constants of the modules that are loaded, too, and the tests that ran
