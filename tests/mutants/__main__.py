@@ -36,7 +36,7 @@ KILLED = {1, 3, 255, -11, -9} | TOO_LONG  # or a test failed, or the memory was 
 MUTMUT = """
 [tool.mutmut]
 source_paths = {source_paths}
-also_copy = ["infinistore", "examples"]
+also_copy = ["infinistore", "examples", "docs"]
 pytest_add_cli_args = ["-p", "no:cacheprovider", "-p", "no:limits"]
 pytest_add_cli_args_test_selection = {tests}
 timeout_multiplier = 8
@@ -50,7 +50,7 @@ def prepare(folder: Path, file: str, tests: list[str]) -> None:
     """Make the folder in which mutmut runs: links to the product, and its settings."""
     shutil.rmtree(folder, ignore_errors=True)
     folder.mkdir(parents=True)
-    for name in ("infinistore", "tests", "examples"):  # the links within are followed, too
+    for name in ("infinistore", "tests", "examples", "docs"):  # the links within are followed, too
         (folder / name).symlink_to(PROJECT / name)
     settings = MUTMUT.format(source_paths=json.dumps([file]), tests=json.dumps(tests))
     (folder / "pyproject.toml").write_text((PROJECT / "pyproject.toml").read_text() + settings)
