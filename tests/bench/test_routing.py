@@ -35,7 +35,7 @@ def simulate(
 def check_policies(trace: Sequence[TracedRequest], *, load: float, fleet: Fleet) -> None:
     mean_s = {policy: simulate(trace, policy, load=load, fleet=fleet).mean_s for policy in POLICIES}
     soonest = mean_s.pop("soonest")
-    # A plan says less where times vary, and least where engines are idle half of the time.
+    # A plan says less where times vary, and least where engines are idle half the time.
     most = 1.05 if not fleet.noise else 1.1 if load > 0.5 else 1.2
     assert soonest <= most * min(mean_s.values()), (soonest, mean_s)
     if fleet.link_gbit == 25 and load == 1.12:

@@ -138,7 +138,7 @@ def test_a_file_lists_nodes_by_address_alone() -> None:
         ('{"nodes": [{"id": "a", "address": "h", "zone": 1}]}', "a zone that is no text of at most 256 characters"),
         ('{"nodes": [{"id": "a", "address": "h:x"}]}', "'h:x' that must be HOST:PORT"),
         ('{"nodes": [{"id": "a", "address": "http://h"}]}', "begins with none of infinistore, infinistores, tcp, rdma"),
-        ('{"nodes": [{"id": "a", "address": "tcp://tcp://h"}]}', "has an address 'tcp://tcp://h' that "),
+        ('{"nodes": [{"id": "a", "address": "tcp://a://b:1"}]}', "'tcp://a://b:1' that must be HOST:PORT, such as"),
         (
             '{"nodes": [{"id": "a", "address": "h", "weight": -1}]}',
             "weight that is no whole number from 0 to 10000: -1",

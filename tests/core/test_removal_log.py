@@ -71,9 +71,10 @@ TestRemovals = Removals.TestCase
 @given(st.lists(st.integers(0, 30), max_size=20))
 def test_a_log_keeps_no_more_than_its_bounds(counts: list[int]) -> None:
     log = make_log(FakeClock(), most_keys=10, most_bytes=28)
-    log.told(START, 1, NOBODY)
-    log.note(["before"])
-    log.end()
+    if sum(counts) % 2:
+        log.told(START, 1, NOBODY)
+        log.note(["before"])
+        log.end()
     place = log.told(START, 1, NOBODY).place
     names = [f"{number:04}" for number in range(sum(counts))]
     left = list(names)
