@@ -17,6 +17,7 @@ The ways:
     own-cache   the same vLLM asked again, which has all in its own cache; and one
                 without, which has the store alone
     lmcache     vLLM with LMCache, configured as the original InfiniStore's page says
+    local-disk  vLLM with LMCache's own disk (local_disk), and the same vLLM asked again
     cluster     as connector, with a cluster of three servers
     disk        as connector, and what is warm is on the server's disk only
     windows     as connector, with a model like Gemma 3: five of six layers have a

@@ -5,6 +5,7 @@ what they are.
 import itertools
 import json
 import math
+import os
 import random
 import statistics
 from collections.abc import Awaitable, Callable, Sequence
@@ -72,24 +73,33 @@ async def reuse(
     between: Callable[[], Awaitable[None]] | None = None,
 ) -> Outcome:
     """One vLLM after the other, with a store that both use."""
-    few = [bench.prompt(f"alone {number}") for number in range(ALONE)]
     async with bench.vllm(transfer, lmcache=lmcache, model=model) as server:
-        cold = await bench.round(f"{way}, cold", server)
-        cold_alone = await one_by_one(bench, f"{way}, cold", server, few)
+        cold = await all_and_a_few(bench, f"{way}, cold", server)
     if between is not None:
         await between()
     async with bench.vllm(transfer, lmcache=lmcache, model=model) as server:
-        warm = await bench.round(f"{way}, warm", server)
-        warm_alone = await one_by_one(bench, f"{way}, warm", server, few)
-    same = (cold.answers, cold_alone.answers) == (warm.answers, warm_alone.answers)
-    rows = [Row(way, "cold", cold, True), Row(way, "warm", warm, same)]
+        warm = await all_and_a_few(bench, f"{way}, warm", server)
+    return compared(way, cold, warm)
+
+
+async def all_and_a_few(bench: Bench, what: str, server: Vllm) -> tuple[Round, "Alone"]:
+    """Ask all prompts at once, and then a few others one by one."""
+    few = [bench.prompt(f"alone {number}") for number in range(ALONE)]
+    return await bench.round(what, server), await one_by_one(bench, what, server, few)
+
+
+def compared(way: str, cold: tuple[Round, "Alone"], warm: tuple[Round, "Alone"]) -> Outcome:
+    """Return what was measured cold and warm, as an outcome."""
+    (cold_round, cold_alone), (warm_round, warm_alone) = cold, warm
+    same = (cold_round.answers, cold_alone.answers) == (warm_round.answers, warm_alone.answers)
+    rows = [Row(way, "cold", cold_round, True), Row(way, "warm", warm_round, same)]
     figures = {
-        "cold / warm": cold.ttft_mean_s / warm.ttft_mean_s,
+        "cold / warm": cold_round.ttft_mean_s / warm_round.ttft_mean_s,
         "cold / warm, alone": cold_alone.ttft_s / warm_alone.ttft_s,
     }
     text = f"{way}: a prompt that comes alone has its first token after {cold_alone.ttft_s:.3f} s cold, and"
     text += f" {warm_alone.ttft_s:.3f} s warm: 1/{figures['cold / warm, alone']:.1f}"
-    return Outcome(rows, figures, text, failed=not warm.hit_tokens)
+    return Outcome(rows, figures, text, failed=not warm_round.hit_tokens)
 
 
 class Alone(NamedTuple):
@@ -142,17 +152,41 @@ async def with_own_cache(bench: Bench) -> Outcome:
 
 async def with_lmcache(bench: Bench) -> Outcome:
     async with bench.store() as store:
-        config = {
-            "chunk_size": 256,
-            "remote_url": f"infinistore://{store.address}/?device=mlx5_1",
-            "remote_serde": "naive",
-            "local_cpu": False,
-            "max_local_cpu_size": 2,  # GB through which each block goes
-        }
-        file = bench.folder / "lmcache.yaml"
-        file.write_text(json.dumps(config))  # which is YAML, too
-        names = {"kv_connector": "LMCacheConnectorOnCpu", "kv_connector_module_path": "lmcache_on_cpu"}
-        return await reuse(bench, "lmcache", {**names, "kv_role": "kv_both"}, lmcache=file)
+        url = f"infinistore://{store.address}/?device=mlx5_1"
+        file = lmcache_file(bench, {"remote_url": url, "remote_serde": "naive"})
+        return await reuse(bench, "lmcache", LMCACHE, lmcache=file)
+
+
+async def with_local_disk(bench: Bench) -> Outcome:
+    """LMCache does not find its files again after its end, so the same vLLM is asked
+    twice. In between, Linux forgets what it has of the files."""
+    room = math.ceil(bench.cache_bytes * 1.5 / 2**30)
+    folder = bench.folder / "local-disk"
+    file = lmcache_file(bench, {"local_disk": f"file://{folder}/", "max_local_disk_size": room})
+    async with bench.vllm(LMCACHE, "--no-enable-prefix-caching", lmcache=file) as server:
+        cold = await all_and_a_few(bench, "local-disk, cold", server)
+        for written in folder.iterdir():
+            with written.open("rb") as opened:
+                os.fsync(opened.fileno())
+                os.posix_fadvise(opened.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
+        warm = await all_and_a_few(bench, "local-disk, warm", server)
+    return compared("local-disk", cold, warm)
+
+
+LMCACHE = {
+    "kv_connector": "LMCacheConnectorOnCpu",
+    "kv_connector_module_path": "lmcache_on_cpu",
+    "kv_role": "kv_both",
+}
+
+
+def lmcache_file(bench: Bench, storage: dict[str, Any]) -> Path:
+    """Write a configuration of LMCache, which keeps nothing in its own memory."""
+    room_gb = 2  # through which each block goes
+    config = {"chunk_size": 256, "local_cpu": False, "max_local_cpu_size": room_gb, **storage}
+    file = bench.folder / "lmcache.yaml"
+    file.write_text(json.dumps(config))  # which is YAML, too
+    return file
 
 
 async def with_cluster(bench: Bench) -> Outcome:
@@ -167,7 +201,7 @@ async def with_disk(bench: Bench) -> Outcome:
         async def leave_on_disk() -> None:
             bench.tell("disk: what is in memory goes to disk")
             async with infinistore.open_store(url, deadline_s=300) as client:
-                keys = await client.keys(limit=1_000_000)
+                keys = await client.keys("vllm/", limit=1_000_000)  # the others end soon, and are on no disk
                 if await client.flush(keys) < len(keys):
                     raise ProgramError("the disk has no room for all that was stored")
                 await client.evict(0, 0)
@@ -486,6 +520,7 @@ WAYS: dict[str, tuple[Callable[[Bench], Awaitable[Outcome]], float]] = {
     "connector": (with_connector, 4),
     "own-cache": (with_own_cache, 6),
     "lmcache": (with_lmcache, 4),
+    "local-disk": (with_local_disk, 3),
     "cluster": (with_cluster, 4),
     "disk": (with_disk, 4),
     "windows": (with_windows, 4),

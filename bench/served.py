@@ -29,6 +29,8 @@ __all__ = ["Bench", "Round", "Store", "Vllm"]
 BLOCK_TOKENS = 32
 MODEL = "small-llama"
 SEED = 42
+FEW = 10
+"""More prompts than come one by one, or first."""
 _HERE = Path(__file__).parent
 _START_S = 300.0  # vLLM takes half a minute, and several where others use the machine, too
 _ENVIRONMENT = {
@@ -104,7 +106,7 @@ class Bench:
         self.layers: int = given.layers
         self.hidden: int = given.hidden
         token_bytes = given.layers * 2 * max(1, given.hidden // 64 // 3) * 64 * 4
-        self.cache_bytes = given.prompts * given.tokens * token_bytes
+        self.cache_bytes = (given.prompts + FEW) * given.tokens * token_bytes
 
     def _running(self, name: str, command: Sequence[str], **more: Any) -> Any:
         self._made += 1
@@ -152,7 +154,8 @@ class Bench:
         `unbound` has both compute with all of them, and `core` binds one to a core.
         """
         port = free_port()
-        sizes = ["--block-size", str(BLOCK_TOKENS), "--max-model-len", str(self.tokens + 256), "--dtype", "float32"]
+        most = self.tokens + self.tokens // 8 + 256  # random words do not always come back as as many tokens
+        sizes = ["--block-size", str(BLOCK_TOKENS), "--max-model-len", str(most), "--dtype", "float32"]
         serve = [
             "serve",
             str(model or self.model),

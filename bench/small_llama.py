@@ -38,7 +38,7 @@ def make_small_llama(folder: Path, *, layers: int = 8, hidden: int = 768, seed: 
         "num_hidden_layers": layers,
         "num_attention_heads": heads,
         "num_key_value_heads": max(1, heads // 3),
-        "max_position_embeddings": 8192,
+        "max_position_embeddings": 16384,
         "bos_token_id": 0,
         "eos_token_id": 1,
         "tie_word_embeddings": False,
