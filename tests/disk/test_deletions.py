@@ -164,6 +164,7 @@ class DeletionsMachine(RuleBasedStateMachine):
     @rule(number=numbers, token=st.integers(0, 6), is_lost=st.booleans())
     def batch_ended(self, number: int, token: int, is_lost: bool) -> None:
         disk = self.some_disk(number)
+        token = [*disk.under_way, 99][token % (len(disk.under_way) + 1)]
         tombstones = disk.under_way.pop(token, None)
         if is_lost:
             known = self.deletions.lost(disk, token)
