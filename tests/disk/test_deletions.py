@@ -15,6 +15,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, ru
 from infinistore.disk import deletions as module
 from infinistore.disk.deletions import Deletions
 from infinistore.disk.waits import Wait
+from tests.examples import examples
 
 MOST = 2
 KEYS = list("abcd")
@@ -218,4 +219,6 @@ class DeletionsMachine(RuleBasedStateMachine):
 def test_whoever_waits_for_tombstones_hears_of_each_once_whatever_disks_do() -> None:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(module, "MOST_BLOCKS_PER_GROUP", MOST)
-        run_state_machine_as_test(DeletionsMachine, settings=settings(stateful_step_count=60))
+        run_state_machine_as_test(
+            DeletionsMachine, settings=settings(max_examples=examples(300), stateful_step_count=60)
+        )
