@@ -222,3 +222,15 @@ def test_whoever_waits_for_tombstones_hears_of_each_once_whatever_disks_do() -> 
         run_state_machine_as_test(
             DeletionsMachine, settings=settings(max_examples=examples(300), stateful_step_count=60)
         )
+
+
+def test_who_waits_for_a_batch_on_a_disk_that_fails_does_not_get_it() -> None:
+    disk = Disk(Volume(old={"a", "b"}))
+    deletions = Deletions(cast(Any, Disks([disk])))
+    deletions.add(cast(Any, disk))
+    deletions.delete(["a", "b"])
+    wait = deletions.wait(["a", "b"], 7.0)
+    assert not deletions.work(lambda disk, key: True)
+    assert deletions.work(lambda disk, key: False)
+    deletions.remove(cast(Any, disk))
+    assert (wait.settled, wait.unmet) == (True, 2)
