@@ -12,6 +12,7 @@ import xxhash
 from infinistore.core import Client, CoreLimits, Growth, StoreCore, Watermarks, create_arena
 from infinistore.core.space import EXTRA_STEPS
 from infinistore.errors import LimitExceeded, OutOfMemory, UnknownReservation, ValueTooLarge
+from infinistore.eviction.reuse import WantedPool
 from tests.core.conftest import FakeClock
 
 MakeCore = Callable[..., StoreCore]
@@ -643,6 +644,15 @@ def test_verify_drops_a_block_that_is_not_what_was_written(core: StoreCore, clie
     assert core.statistics().condemned_bytes == 64
     core.release(lease)
     assert core.pool.used_bytes == 128
+
+
+# Statistics
+
+
+def test_the_wanted_pool_is_told_in_bytes(core: StoreCore) -> None:
+    core.index.reuse.wanted = WantedPool(2.5, 0.25)
+    told = core.statistics()
+    assert (told.wanted_capacity_bytes, told.avoidable_puts) == (10_240, 0.25)
 
 
 # Names
