@@ -10,6 +10,7 @@ their length are given up, and the tenant that has least comes first.
 """
 
 import logging
+import math
 import os
 import select
 import socket
@@ -183,13 +184,12 @@ class TokenBucket:
         self._rate = rate
         self._clock = clock
         self._at = clock()
-        self._tokens = max(1.0, rate)
+        self._tokens = math.inf
 
     def set_rate(self, rate: float) -> None:
         """Let tokens come at another rate from now on. What is owed stays owed."""
         self._refill()
         self._rate = rate
-        self._tokens = min(self._tokens, max(1.0, rate))
 
     def take(self, count: float) -> float:
         """Take tokens, even in advance; return in how many seconds they have come."""
