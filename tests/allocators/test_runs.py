@@ -121,10 +121,10 @@ def test_each_hole_is_found_once_and_those_after_the_start_come_first() -> None:
     units = UnitMap()
     units.add_arena(4000)
     units.take_run(0, 4000)
-    for first in (100, 2000):
-        units.give_back_run(first, 700)
-    for start in (801, 850, 1999):
-        assert list(units.holes(650, start)) == [(2000, 2700), (100, 800)]
+    for first in (760, 2000):
+        units.give_back_run(first, 80)
+    for start in (841, 850, 1999):
+        assert list(units.holes(70, start)) == [(2000, 2080), (760, 840)]
 
 
 def test_of_several_holes_the_shortest_that_fits_is_filled_first() -> None:
