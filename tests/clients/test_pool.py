@@ -12,6 +12,7 @@ from typing import Any, cast
 
 import attrs
 import pytest
+from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule, run_state_machine_as_test
 
@@ -19,6 +20,7 @@ from infinistore.client.connection.pool import ConnectionPool, Turns, new_turn
 from infinistore.client.memory.views import ReservationLink
 from infinistore.errors import StoreUnavailable
 from infinistore.host import FORKED
+from tests.examples import examples
 
 places = st.integers(0, 99)
 
@@ -257,7 +259,7 @@ class PoolMachine(RuleBasedStateMachine):
 
 
 def test_a_connection_belongs_to_one_at_a_time_and_is_closed_when_nobody_uses_it() -> None:
-    run_state_machine_as_test(PoolMachine)
+    run_state_machine_as_test(PoolMachine, settings=settings(max_examples=examples(300)))
 
 
 def test_a_forked_child_closes_its_copies_and_no_more() -> None:
