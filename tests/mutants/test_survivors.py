@@ -27,7 +27,7 @@ def test_a_survivor_is_listed_with_a_function_that_exists_and_a_reason(file: str
         f"{outer.name}.{node.name}" if isinstance(outer, ast.ClassDef) else node.name
         for outer in ast.walk(ast.parse((PROJECT / file).read_text()))
         for node in ast.iter_child_nodes(outer)
-        if isinstance(node, ast.FunctionDef)
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)
     }
     for mutant, reason in known_survivors(file).items():
         assert mutant.function in functions
