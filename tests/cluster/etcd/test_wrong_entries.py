@@ -49,7 +49,7 @@ class _World(World):
         return registration, self.start(registration.run())
 
 
-@pytest.mark.parametrize("wrong", WRONG, ids=lambda wrong: wrong[:40])
+@pytest.mark.parametrize("wrong", WRONG, ids=range(len(WRONG)))
 def test_a_wrong_node_is_left_out_and_told_once(wrong: str, caplog: pytest.LogCaptureFixture) -> None:
     world = _World()
     world.etcd.put(LAYOUT.node("b"), wrong)
@@ -65,7 +65,7 @@ def test_a_wrong_node_is_left_out_and_told_once(wrong: str, caplog: pytest.LogCa
     assert len(warning) < 400
 
 
-@pytest.mark.parametrize("wrong", WRONG, ids=lambda wrong: wrong[:40])
+@pytest.mark.parametrize("wrong", WRONG, ids=range(len(WRONG)))
 def test_a_server_registers_over_a_wrong_entry_and_mends_one_that_comes_later(wrong: str) -> None:
     world = _World()
     world.etcd.put(LAYOUT.node("b"), wrong)
