@@ -10,7 +10,6 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from infinistore.client.memory import pins as module
 from infinistore.client.memory.pins import Owed, Pins
 from infinistore.protocol.codec import encode_head
 from infinistore.protocol.messages import Abort, Release
@@ -37,7 +36,7 @@ class Socket:
 
 
 def owed(things: list[tuple[int, int]]) -> list[Owed]:
-    numbers = iter(range(1, 100))
+    numbers = iter(range(1, 1000))
     kinds: list[Any] = [Release, Abort]
     return [
         Owed([kind(next(numbers)) for kind in kinds[:messages]], leased_bytes=leased_bytes)
@@ -65,25 +64,25 @@ def close_of(pins: Pins, events: list[str]) -> None:
     pins.close_after(close)
 
 
-@given(THINGS, st.integers(0, 4), st.sampled_from([State.READY, State.REPLYING]), st.booleans())
+@given(
+    THINGS, st.sampled_from([1, 50]), st.integers(0, 4), st.sampled_from([State.READY, State.REPLYING]), st.booleans()
+)
 def test_what_there_is_no_room_for_is_sent_later_unless_the_connection_is_given_up(
-    things: list[tuple[int, int]], room: int, state: State, gives_up: bool
+    things: list[tuple[int, int]], times: int, room: int, state: State, gives_up: bool
 ) -> None:
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(module, "_MOST_AT_ONCE", 2)
-        left, sock = owed(things), Socket(room)
-        pins, events = pins_of(sock, left, state)
-        everything = b"".join(encode_head(message, request_id=0) for thing in left for message in thing.messages)
-        if gives_up:
-            close_of(pins, events)
-            assert events == ([] if left else ["closed"])
-        while left:
-            taken = pins.give_back(left)
-            pins.watching = cast(Any, set(range(len(left) - taken)))
-            assert pins.leased_bytes == 7
-            del left[:taken]
-            assert not left or (sock.room == 0 and not gives_up)
-            sock.room = 1
+    left, sock = owed(things * times), Socket(room)
+    pins, events = pins_of(sock, left, state)
+    everything = b"".join(encode_head(message, request_id=0) for thing in left for message in thing.messages)
+    if gives_up:
+        close_of(pins, events)
+        assert events == ([] if left else ["closed"])
+    while left:
+        taken = pins.give_back(left)
+        pins.watching = cast(Any, set(range(len(left) - taken)))
+        assert pins.leased_bytes == 7
+        del left[:taken]
+        assert not left or (sock.room == 0 and not gives_up)
+        sock.room = 1
     assert everything.startswith(sock.sent)
     assert gives_up or everything == sock.sent
     assert events == (["closed"] if gives_up else [])

@@ -28,15 +28,6 @@ FRAMES = st.lists(
 BUFFERS = st.integers(HEADER_BYTES, 400)
 
 
-class Counted(Wire):
-    """A wire that sees how much of a long body is said to have arrived."""
-
-    def _receive(self, views: Sequence[memoryview]) -> int:
-        for effect, _ in self.effects:
-            assert not isinstance(effect, LongBody) or effect.arrived <= effect.length
-        return super()._receive(views)
-
-
 async def receive_into(room: Sequence[memoryview]) -> int:
     return await Receive(room, idle=True)
 
@@ -83,7 +74,13 @@ def test_frames_come_as_they_were_sent(
     sent = [(frame(Delete(Keys(["k" * key]))), bytes([length % 256]) * length) for key, length, *_ in taken]
     starts = [0, *accumulate(len(head) + len(payload) for head, payload in sent)]
     stream = b"".join(head + payload for head, payload in sent)[:end]
-    wire = Counted(stream, sizes)
+    wire = Wire(stream, sizes)
+
+    def no_more_has_arrived_of_a_long_body_than_it_has() -> None:
+        for effect, _ in wire.effects:
+            assert not isinstance(effect, LongBody) or effect.arrived <= effect.length
+
+    wire.before_receive = no_more_has_arrived_of_a_long_body_than_it_has
     reader, announces = FrameReader(1000, 1000, buffer), False
     try:
         for number, ((head, payload), (*_, head_way, way)) in enumerate(zip(sent, taken, strict=True)):

@@ -1,6 +1,6 @@
 """A connection without a network: runs exchanges over bytes in memory."""
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
 from itertools import cycle
 from typing import TypeVar
@@ -42,6 +42,8 @@ class Wire:
         self.sent = bytearray()
         self.effects: list[tuple[object, int]] = []
         """What exchanges have asked for, each time with how much had arrived."""
+        self.before_receive: Callable[[], object] = bool
+        """Called before bytes arrive."""
         self._pieces = cycle(pieces)
         self._sends_left = sends_until_broken
 
@@ -86,6 +88,7 @@ class Wire:
         return span.remaining
 
     def _receive(self, views: Sequence[memoryview]) -> int:
+        self.before_receive()
         room = sum(map(len, views))
         assert 0 < room <= max(CHUNK_BYTES, READ_AHEAD_BYTES)  # never asked for nothing, never for too much
         assert len(views) <= MAX_VIEWS
