@@ -7,7 +7,7 @@ import attrs
 import pytest
 
 from infinistore.cluster.documents import write_node
-from infinistore.cluster.etcd.follower import Follower
+from infinistore.cluster.etcd.follower import Departures, Follower
 from infinistore.cluster.etcd.gateway import range_of
 from infinistore.cluster.etcd.layout import Layout
 from infinistore.cluster.etcd.session import Credentials, EtcdSession, EtcdUnavailable
@@ -126,6 +126,43 @@ def test_etcd_gone_is_told_once_each_time(caplog: pytest.LogCaptureFixture) -> N
     assert len(watched.views) == 1
 
 
+def test_who_has_lost_etcd_comes_back_ever_more_slowly_and_not_with_the_others(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    for chance, first_s in ((0.0, 0.05), (0.25, 0.075), (1.0, 0.15)):
+        monkeypatch.setattr(Random, "random", lambda _, chance=chance: chance)
+        watched = Watched("a")
+        watched.start()
+        for _ in range(2):  # the second outage begins as the first one did
+            watched.world.etcd.away = {0}
+            watched.world.cut_streams()
+            began, pauses = watched.world.now, list[float]()
+            while len(pauses) < 7:
+                pauses.append(watched.flow.due - watched.world.now)
+                watched.world.run(pauses[-1] + 1e-9)
+            assert pauses == pytest.approx([first_s * times for times in (1, 2, 4, 8, 16, 20, 20)], rel=1e-6)
+            watched.world.etcd.away = set()
+            watched.world.run(20)
+            assert watched.world.now > began
+
+
+def test_what_is_wrong_with_etcd_is_said_in_the_log_and_to_who_asks(caplog: pytest.LogCaptureFixture) -> None:
+    watched = Watched("a", members=1)
+    watched.start()
+    stream = watched.flow.stream
+    calls = len(watched.world.etcd.calls)
+    watched.world.run(28)
+    assert len(watched.world.etcd.calls) == calls  # it is not read again before its time
+    for outage in (1, 2):  # the watch stands while reading fails
+        watched.world.etcd.away = {0}
+        watched.world.run(31)
+        assert watched.problems == ["etcd: member 0 is away"] * outage
+        assert caplog.messages == ["the view of the cluster stays as it is: etcd: member 0 is away"] * outage
+        watched.world.etcd.away = set()
+        watched.world.run(31)
+    assert watched.flow.stream is stream
+
+
 def test_etcd_gone_leaves_the_last_view_for_ever() -> None:
     watched = Watched("a", "b", members=3)
     watched.start()
@@ -210,8 +247,12 @@ def test_a_watch_that_is_not_created_is_opened_at_another_member() -> None:
     assert watched.flow.stream is not None
     watched.flow.stream.lines.clear()
     watched.flow.stream.silent = True
+    first = watched.flow.stream
 
-    watched.world.run(10)
+    watched.world.run(4.9)
+    assert watched.flow.stream is first
+    watched.world.run(5.1)
+    assert watched.problems == ["etcd: a watch was not created in time"]
 
     watched.put(node("b"))
     watched.world.run(0.01)
@@ -228,7 +269,22 @@ def test_a_single_node_that_vanishes_is_gone() -> None:
     assert watched.world.probed == []
 
 
-def test_a_third_that_vanishes_is_asked_and_who_answers_as_the_same_instance_stays() -> None:
+def test_nodes_are_in_doubt_together_if_they_went_within_the_window() -> None:
+    nodes = {name: node(name) for name in "abcd"}
+
+    def without(*names: str) -> dict[str, Node]:
+        return {name: one for name, one in nodes.items() if name not in names}
+
+    for later_s, doubtful in ((9.9, "ab"), (10.0, "b")):
+        departures = Departures(10.0)
+        departures.listed(nodes, 100.0)
+        assert departures.listed(without("a"), 200.0) == ()
+        assert departures.listed(without("a", "b"), 200.0 + later_s) == tuple(map(node, doubtful))
+
+
+def test_a_third_that_vanishes_is_asked_and_who_answers_as_the_same_instance_stays(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
     watched = Watched("a", "b", "c", "d", "e", "f")
     watched.start()
     watched.world.reachable = {"a": "instance of a", "b": "another instance"}
@@ -242,6 +298,9 @@ def test_a_third_that_vanishes_is_asked_and_who_answers_as_the_same_instance_sta
 
     assert watched.names == "a d e f"
     assert watched.world.probed == [("a", "b", "c")]
+    [said] = caplog.records
+    assert said.message == "nodes vanished from etcd at once; those that answer stay"
+    assert (vars(said)["vanished"], vars(said)["stay"]) == (3, 1)
     watched.world.run(200)
     assert watched.names == "a d e f"
     watched.world.reachable = {}
