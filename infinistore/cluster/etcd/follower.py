@@ -131,7 +131,6 @@ class Follower:
             try:
                 await self._read()
                 await self._watch()
-                pause_s = _FIRST_PAUSE_S
             except (EtcdUnavailable, EtcdMisbehaved, EtcdRefused) as error:
                 self._refused |= isinstance(error, EtcdRefused)
                 # Silence does not take the place of the reason for a refusal.

@@ -126,6 +126,26 @@ def test_etcd_gone_is_told_once_each_time(caplog: pytest.LogCaptureFixture) -> N
     assert len(watched.views) == 1
 
 
+def test_the_first_view_is_of_what_there_is_be_it_nothing() -> None:
+    watched = Watched()
+    watched.start()
+    assert watched.views == [View(watched.world.etcd.revision, ())]
+    assert watched.world.etcd.calls == [(0, "/v3/kv/range")]
+    watched.put(node("a"))
+    watched.world.run(0.01)
+    assert watched.views[1:] == [View(watched.world.etcd.revision, (node("a", generation=2),))]
+
+
+def test_an_etcd_that_is_away_from_the_start_is_told() -> None:
+    watched = Watched("a")
+    watched.world.etcd.away = {0}
+    watched.start()
+    assert set(watched.problems) == {"etcd: member 0 is away"}
+    watched.world.etcd.away = set()
+    watched.world.run(3)
+    assert watched.names == "a"
+
+
 def test_who_has_lost_etcd_comes_back_ever_more_slowly_and_not_with_the_others(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
@@ -150,9 +170,8 @@ def test_what_is_wrong_with_etcd_is_said_in_the_log_and_to_who_asks(caplog: pyte
     watched = Watched("a", members=1)
     watched.start()
     stream = watched.flow.stream
-    calls = len(watched.world.etcd.calls)
     watched.world.run(28)
-    assert len(watched.world.etcd.calls) == calls  # it is not read again before its time
+    assert len(watched.world.etcd.calls) == 1  # it is not read again before its time
     for outage in (1, 2):  # the watch stands while reading fails
         watched.world.etcd.away = {0}
         watched.world.run(31)
