@@ -31,7 +31,20 @@ ALONE, ALONE_TOKENS = 5, 16
 CONVERSATIONS, TURNS, TURN_TOKENS = 24, 10, 4
 ROUTED_ROUNDS, ROUTED_LOAD, ROUTED_STEP_TOKENS = 5, 0.9, 256
 STREAMS, STORM_PROMPT_TOKENS, STORM_TOKENS = 300, 48, 16
+LMCACHE = {
+    "kv_connector": "LMCacheConnectorOnCpu",
+    "kv_connector_module_path": "lmcache_on_cpu",
+    "kv_role": "kv_both",
+}
 SLOW_BYTES_PER_S, SLOW_ROUNDS, SLOW_LOAD, SLOW_LIMIT_S = 2_000_000, 3, 0.3, 180.0
+
+
+class Alone(NamedTuple):
+    """The mean time to the first token of prompts that come one by one, and the
+    answers."""
+
+    ttft_s: float
+    answers: list[str]
 
 
 class Row(NamedTuple):
@@ -82,13 +95,13 @@ async def reuse(
     return compared(way, cold, warm)
 
 
-async def all_and_a_few(bench: Bench, what: str, server: Vllm) -> tuple[Round, "Alone"]:
+async def all_and_a_few(bench: Bench, what: str, server: Vllm) -> tuple[Round, Alone]:
     """Ask all prompts at once, and then a few others one by one."""
     few = [bench.prompt(f"alone {number}") for number in range(ALONE)]
     return await bench.round(what, server), await one_by_one(bench, what, server, few)
 
 
-def compared(way: str, cold: tuple[Round, "Alone"], warm: tuple[Round, "Alone"]) -> Outcome:
+def compared(way: str, cold: tuple[Round, Alone], warm: tuple[Round, Alone]) -> Outcome:
     """Return what was measured cold and warm, as an outcome."""
     (cold_round, cold_alone), (warm_round, warm_alone) = cold, warm
     same = (cold_round.answers, cold_alone.answers) == (warm_round.answers, warm_alone.answers)
@@ -100,14 +113,6 @@ def compared(way: str, cold: tuple[Round, "Alone"], warm: tuple[Round, "Alone"])
     text = f"{way}: a prompt that comes alone has its first token after {cold_alone.ttft_s:.3f} s cold, and"
     text += f" {warm_alone.ttft_s:.3f} s warm: 1/{figures['cold / warm, alone']:.1f}"
     return Outcome(rows, figures, text, failed=not warm_round.hit_tokens)
-
-
-class Alone(NamedTuple):
-    """The mean time to the first token of prompts that come one by one, and the
-    answers."""
-
-    ttft_s: float
-    answers: list[str]
 
 
 async def one_by_one(
@@ -171,13 +176,6 @@ async def with_local_disk(bench: Bench) -> Outcome:
                 os.posix_fadvise(opened.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
         warm = await all_and_a_few(bench, "local-disk, warm", server)
     return compared("local-disk", cold, warm)
-
-
-LMCACHE = {
-    "kv_connector": "LMCacheConnectorOnCpu",
-    "kv_connector_module_path": "lmcache_on_cpu",
-    "kv_role": "kv_both",
-}
 
 
 def lmcache_file(bench: Bench, storage: dict[str, Any]) -> Path:
