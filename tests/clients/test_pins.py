@@ -15,6 +15,7 @@ from infinistore.protocol.codec import encode_head
 from infinistore.protocol.messages import Abort, Release
 from infinistore.protocol.states import State
 
+QUIET = (State.READY, State.REPLYING)
 THINGS = st.lists(st.tuples(st.integers(0, 2), st.integers(0, 99)), max_size=9)
 
 
@@ -64,9 +65,7 @@ def close_of(pins: Pins, events: list[str]) -> None:
     pins.close_after(close)
 
 
-@given(
-    THINGS, st.sampled_from([1, 50]), st.integers(0, 4), st.sampled_from([State.READY, State.REPLYING]), st.booleans()
-)
+@given(THINGS, st.sampled_from([1, 50]), st.integers(0, 4), st.sampled_from(QUIET), st.booleans())
 def test_what_there_is_no_room_for_is_sent_later_unless_the_connection_is_given_up(
     things: list[tuple[int, int]], times: int, room: int, state: State, gives_up: bool
 ) -> None:
@@ -89,7 +88,7 @@ def test_what_there_is_no_room_for_is_sent_later_unless_the_connection_is_given_
     assert pins.hazards is None
 
 
-@pytest.mark.parametrize("state", [state for state in State if state not in (State.READY, State.REPLYING)])
+@pytest.mark.parametrize("state", [state for state in State if state not in QUIET])
 def test_nothing_is_sent_after_an_incomplete_frame_or_the_end(state: State) -> None:
     things = owed([(2, 5)])
     pins, events = pins_of(None, things, state)

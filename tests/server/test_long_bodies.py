@@ -6,7 +6,6 @@ from collections.abc import AsyncGenerator
 from contextlib import asynccontextmanager, suppress
 from functools import partial
 
-import attrs
 import pytest
 import trio
 import trio.testing
@@ -14,6 +13,7 @@ from trio.testing import MockClock
 
 from infinistore.errors import LimitExceeded, StoreUnavailable
 from infinistore.protocol.codec import encode_head
+from infinistore.protocol.effects import LongBody
 from infinistore.protocol.messages import Exists, ExistsReply, Keys
 from infinistore.server.budgets import BodyBudget, BodyGrant
 from infinistore.server.environment import Environment
@@ -126,21 +126,15 @@ async def test_more_long_requests_than_there_is_room_for_are_all_answered(seed: 
     assert sorted(answered) == list(range(100, 400, 20))
 
 
-@attrs.define
-class _Body:
-    length: int
-    arrived: int = 0
-
-
 async def test_the_shortest_that_waits_comes_first_and_who_gives_up_waiting_has_nothing() -> None:
     budget = BodyBudget(100)
-    first = await budget.acquire(_Body(100), lambda: None, "")  # type: ignore[arg-type]
+    first = await budget.acquire(LongBody(100), lambda: None, "")
     order: list[int] = []
 
     async def take(length: int, task_status: trio.TaskStatus[trio.CancelScope]) -> None:
         with trio.CancelScope() as scope:
             task_status.started(scope)
-            grant = await budget.acquire(_Body(length), lambda: None, "")  # type: ignore[arg-type]
+            grant = await budget.acquire(LongBody(length), lambda: None, "")
             order.append(length)
             budget.release(grant)
 
@@ -194,12 +188,12 @@ async def test_no_more_slow_bodies_are_given_up_than_others_need_room_the_slowes
     autojump_clock: MockClock,
 ) -> None:
     budget, ended = BodyBudget(4 * MIB), list[int]()
-    bodies = [_Body(MIB) for _ in range(4)]
-    grants = [await budget.acquire(body, partial(ended.append, i), "") for i, body in enumerate(bodies)]  # type: ignore[arg-type]
+    bodies = [LongBody(MIB) for _ in range(4)]
+    grants = [await budget.acquire(body, partial(ended.append, i), "") for i, body in enumerate(bodies)]
     for body, arrived in zip(bodies, [3, 1, 2, MIB], strict=True):
         body.arrived = arrived
     async with trio.open_nursery() as nursery:
-        nursery.start_soon(budget.acquire, _Body(MIB // 2), lambda: None, "")  # type: ignore[arg-type]
+        nursery.start_soon(budget.acquire, LongBody(MIB // 2), lambda: None, "")
         await trio.sleep(5)
         assert ended == [1]
         budget.release(grants[1])
@@ -211,10 +205,10 @@ async def test_a_body_that_keeps_its_pace_is_not_given_up(
     length: int, bytes_per_s: int, missing: int, autojump_clock: MockClock
 ) -> None:
     await trio.sleep(7)
-    budget, ended, body = BodyBudget(length), list[float](), _Body(length)
-    grant = await budget.acquire(body, lambda: ended.append(trio.current_time()), "")  # type: ignore[arg-type]
+    budget, ended, body = BodyBudget(length), list[float](), LongBody(length)
+    grant = await budget.acquire(body, lambda: ended.append(trio.current_time()), "")
     async with trio.open_nursery() as nursery:
-        nursery.start_soon(budget.acquire, _Body(1), lambda: None, "")  # type: ignore[arg-type]
+        nursery.start_soon(budget.acquire, LongBody(1), lambda: None, "")
         for _ in range(4):
             await trio.sleep(0.5)
             body.arrived += bytes_per_s - missing
@@ -225,10 +219,10 @@ async def test_a_body_that_keeps_its_pace_is_not_given_up(
 
 async def test_a_body_that_was_given_up_and_is_still_there_saves_no_other(autojump_clock: MockClock) -> None:
     budget, ended = BodyBudget(2), list[int]()
-    grants = [await budget.acquire(_Body(1), partial(ended.append, number), "") for number in range(2)]  # type: ignore[arg-type]
+    grants = [await budget.acquire(LongBody(1), partial(ended.append, number), "") for number in range(2)]
     async with trio.open_nursery() as nursery:
         for expected in ([0], [0, 1]):
-            nursery.start_soon(budget.acquire, _Body(1), lambda: None, "")  # type: ignore[arg-type]
+            nursery.start_soon(budget.acquire, LongBody(1), lambda: None, "")
             await trio.sleep(1.5)
             assert ended == expected
         for grant in grants:
@@ -237,9 +231,9 @@ async def test_a_body_that_was_given_up_and_is_still_there_saves_no_other(autoju
 
 async def test_who_is_cancelled_in_the_moment_of_its_grant_keeps_no_room() -> None:
     budget = BodyBudget(10)
-    first = await budget.acquire(_Body(10), lambda: None, "")  # type: ignore[arg-type]
+    first = await budget.acquire(LongBody(10), lambda: None, "")
     async with trio.open_nursery() as nursery:
-        nursery.start_soon(budget.acquire, _Body(10), lambda: None, "")  # type: ignore[arg-type]
+        nursery.start_soon(budget.acquire, LongBody(10), lambda: None, "")
         await trio.testing.wait_all_tasks_blocked()
         nursery.cancel_scope.cancel()
         budget.release(first)
@@ -250,14 +244,14 @@ async def test_what_a_tenant_had_before_puts_it_behind_nobody() -> None:
     budget, order = BodyBudget(100), list[str]()
 
     async def take(length: int, tenant: str) -> None:
-        grant = await budget.acquire(_Body(length), lambda: None, tenant)  # type: ignore[arg-type]
+        grant = await budget.acquire(LongBody(length), lambda: None, tenant)
         order.append(tenant)
         budget.release(grant)
 
-    earlier = [await budget.acquire(_Body(30), lambda: None, "before") for _ in range(2)]  # type: ignore[arg-type]
+    earlier = [await budget.acquire(LongBody(30), lambda: None, "before") for _ in range(2)]
     for one in earlier:
         budget.release(one)
-    everything = await budget.acquire(_Body(100), lambda: None, "other")  # type: ignore[arg-type]
+    everything = await budget.acquire(LongBody(100), lambda: None, "other")
     async with trio.open_nursery() as nursery:
         nursery.start_soon(take, 70, "new")
         nursery.start_soon(take, 60, "before")
@@ -273,7 +267,7 @@ async def test_the_tenant_that_has_most_gives_and_the_one_that_has_least_comes_f
     grants: list[BodyGrant] = []
 
     async def take(length: int, tenant: str) -> None:
-        grants.append(await budget.acquire(_Body(length), partial(ended.append, tenant), tenant))  # type: ignore[arg-type]
+        grants.append(await budget.acquire(LongBody(length), partial(ended.append, tenant), tenant))
         order.append(tenant)
 
     async with trio.open_nursery() as nursery:
