@@ -184,7 +184,7 @@ class TokenBucket:
         self._rate = rate
         self._clock = clock
         self._at = clock()
-        self._tokens = math.inf
+        self._tokens = math.inf  # `_refill` leaves as many as are kept
 
     def set_rate(self, rate: float) -> None:
         """Let tokens come at another rate from now on. What is owed stays owed."""
