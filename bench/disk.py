@@ -13,9 +13,11 @@ Reported are medians of the rounds.
   counts; reads are hashed.
 - tier: the same below a store (`infinistore/disk`), driven in one thread as in a
   server. Writing behind is from the first put until everything is durable. Cold reading
-  is from the pool being empty until all blocks are in it again, verified; of 256 KiB,
-  one prefix of 64 MiB after the other. Deleted blocks make the room for the next round,
-  so segments are overwritten and nothing is written twice.
+  is from the pool being empty until all blocks are in it again, verified; of 256 KiB
+  and less, one prefix of 64 MiB after the other. Blocks of 64 KiB are read across: a
+  prefix was written as 32 layers, one after the other, and is asked for token by token,
+  as engines do. Deleted blocks make the room for the next round, so segments are
+  overwritten and nothing is written twice.
 
 Files lie in a temporary folder below PATH, which should be on the disk to measure, and
 are removed at the end. Segments and fio's files exist before the first round.
@@ -51,6 +53,7 @@ BATCH_BYTES = 32 * MIB
 PREFIX_BYTES = 64 * MIB
 UNIT_BYTES = 64 * KIB
 READ_BYTES = 4 * MIB
+LAYERS = 32
 READS_AT_A_TIME = 8
 FIO_JOBS = 4
 
@@ -131,9 +134,9 @@ class Tier:
         self._wait(self.tier.flush(None, time.monotonic() + 1000))
         return self.size_bytes / (time.perf_counter() - start)
 
-    def read(self, block_bytes: int) -> float:
+    def read(self, block_bytes: int, layers: int = 1) -> float:
         """Read all blocks into an empty pool, and verify them; return bytes per
-        second.
+        second. A prefix is so many layers, and is asked for across them.
         """
         if block_bytes != self.block_bytes:
             self.write(block_bytes)
@@ -142,7 +145,9 @@ class Tier:
         step = PREFIX_BYTES // block_bytes if block_bytes < MIB else len(keys)
         start = time.perf_counter()
         for first in range(0, len(keys), step):
-            self._wait(self.tier.want(keys[first : first + step], time.monotonic() + 1000))
+            tokens = step // layers
+            asked = [key for token in range(tokens) for key in keys[first + token : first + step : tokens]]
+            self._wait(self.tier.want(asked, time.monotonic() + 1000))
         elapsed_s = time.perf_counter() - start
         if not all(self.core.exists(keys)):
             raise SystemExit("blocks are missing")
@@ -279,6 +284,9 @@ def main() -> None:
                 things[f"{name}: fio"] = lambda way=way, size=block_bytes: fio.rate(way, size)  # type: ignore[misc]
                 things[f"{name}: runner"] = lambda call=of_runner, size=block_bytes: call(size)  # type: ignore[misc]
                 things[f"{name}: tier"] = lambda call=of_tier, size=block_bytes: call(size)  # type: ignore[misc]
+        across = f"read {UNIT_BYTES // KIB} KiB across"
+        things[f"{across}: fio"] = lambda: fio.rate("read", UNIT_BYTES)
+        things[f"{across}: tier"] = lambda: tier.read(UNIT_BYTES, LAYERS)
         rates = in_turns(things, arguments.rounds)
         runner.close()
         tier.close()

@@ -4,22 +4,28 @@ A few blocks at a time are read into a reservation, hashed where they were read,
 committed if nothing was put in their place meanwhile. They stay on disk. A key is read
 once, however many wait for it. What is late, damaged or finds no room is a miss.
 
+Blocks are asked for token by token, and were written layer by layer. So each part of a
+request is read in the order in which it lies on the disks, where neighbours are one
+read. Measured: 64 MiB in blocks of 64 KiB, asked for across that order, took 45 ms
+instead of 145.
+
 Once started, a read goes on, whoever still waits for it: its room in the pool is free
 when the disk has let go of it, and no earlier.
 """
 
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from itertools import accumulate, groupby, zip_longest
 
 import attrs
 
 from infinistore.allocators.base import Extent
 from infinistore.core import NO_CHECKSUM, Client, Reservation, StoreCore
 from infinistore.core.index import length_of
-from infinistore.disk.disks import Disks, Place
+from infinistore.disk.disks import Disk, Disks, Place
 from infinistore.disk.jobs import ALIGNMENT_BYTES, ReadInto, Result, aligned
 from infinistore.disk.reinsertion import aligned_memory
-from infinistore.disk.settings import LARGEST_READ_BYTES, MOST_BLOCKS_PER_GROUP, MOST_READS
+from infinistore.disk.settings import LARGEST_READ_BYTES, MOST_BLOCKS_PER_GROUP, MOST_READS, SORTED_BYTES
 from infinistore.disk.waits import Wait
 from infinistore.errors import LimitExceeded, OutOfMemory, ValueTooLarge
 
@@ -31,13 +37,14 @@ _MOST_READING_RATIO = 1 / 4
 
 @attrs.define(eq=False)
 class _Group:
-    """Blocks that are read and committed together."""
+    """Blocks of one disk that are read and committed together."""
 
-    keys: list[str]
-    places: list[Place]
-    bytes: int
-    waits: list[list[Wait]]
+    disk: Disk
     is_background: bool
+    keys: list[str] = attrs.field(factory=list)
+    places: list[Place] = attrs.field(factory=list)
+    bytes: int = 0
+    waits: list[list[Wait]] = attrs.field(factory=list)
     reservation: Reservation | None = None
     jobs: int = 0
     """Reads that somebody waits for."""
@@ -92,7 +99,8 @@ class Promotion:
         return int(_MOST_READING_RATIO * self._core.pool.capacity_bytes) - self.prefetch_bytes
 
     def read(self, keys: Sequence[str], places: Sequence[Place], wait: Wait | None) -> None:
-        """Read distinct keys that are here, in this order; without a wait, later."""
+        """Read distinct keys that are here, the first ones first. Without a wait, it is
+        done later."""
         new: list[int] = []
         for position, key in enumerate(keys):
             flight = self._flights.get(key)
@@ -115,7 +123,7 @@ class Promotion:
         for queue in (self._demand, self._background):
             for _ in range(len(queue)):
                 group = queue.popleft()
-                if not group.is_wanted or any(place.disk.health.state == "off" for place in group.places):
+                if not group.is_wanted or group.disk.health.state == "off":
                     self.late_blocks += len(group.keys)
                     self._finish(group)
                 elif not self._may_start(group):
@@ -132,19 +140,24 @@ class Promotion:
 
     # Starting
 
-    def _groups(self, keys: Sequence[str], places: Sequence[Place], wait: Wait | None) -> list[_Group]:
-        groups: list[_Group] = []
-        for key, place in zip(keys, places, strict=True):
-            size = self._core.pool.footprint(place.location.length)
-            group = groups[-1] if groups else None
-            if group is None or group.bytes + size > LARGEST_READ_BYTES or len(group.keys) == MOST_BLOCKS_PER_GROUP:
-                group = _Group([], [], 0, [], wait is None)
-                groups.append(group)
-            group.keys.append(key)
-            group.places.append(place)
-            group.waits.append([] if wait is None else [wait])
-            group.bytes += size
-        return groups
+    def _groups(self, keys: Sequence[str], places: Sequence[Place], wait: Wait | None) -> Iterator[_Group]:
+        """Return what to read, part by part; in each, the disks take turns."""
+        starts = list(accumulate((place.location.length for place in places), initial=0))
+        for _, part in groupby(range(len(places)), lambda i: starts[i] // SORTED_BYTES):
+            groups: dict[Disk, list[_Group]] = {}
+            for i in sorted(part, key=lambda i: (places[i].location.segment, places[i].location.offset)):
+                size = self._core.pool.footprint(places[i].location.length)
+                of_disk = groups.setdefault(places[i].disk, [])
+                group = of_disk[-1] if of_disk else None
+                if group is None or group.bytes + size > LARGEST_READ_BYTES or len(group.keys) == MOST_BLOCKS_PER_GROUP:
+                    group = _Group(places[i].disk, wait is None)
+                    of_disk.append(group)
+                group.keys.append(keys[i])
+                group.places.append(places[i])
+                group.waits.append([] if wait is None else [wait])
+                group.bytes += size
+            for turn in zip_longest(*groups.values()):
+                yield from filter(None, turn)
 
     def _hurry(self, group: _Group) -> None:
         self._background.remove(group)
@@ -157,9 +170,7 @@ class Promotion:
             self._reading_bytes + group.bytes > _MOST_READING_RATIO * self._core.pool.capacity_bytes
         ):
             return False
-        return all(
-            disk.traffic.reads < MOST_READS and not disk.traffic.hung for disk in {place.disk for place in group.places}
-        )
+        return group.disk.traffic.reads < MOST_READS and not group.disk.traffic.hung
 
     def _start(self, group: _Group) -> None:
         try:
@@ -173,17 +184,16 @@ class Promotion:
             self._start_read(group, group.reservation, positions)
 
     def _start_read(self, group: _Group, reservation: Reservation, positions: list[int]) -> None:
-        places = [group.places[i] for i in positions]
-        disk, first = places[0].disk, places[0].location
-        lengths = [place.location.length for place in places]
-        locations = [place.location for place in places]
+        disk = group.disk
+        locations = [group.places[i].location for i in positions]
+        lengths = [one.length for one in locations]
         views = [self._room(reservation.extents[i]) for i in positions]
         blocks: list[memoryview | None] = [None] * len(views)
         for number, one in enumerate(locations):
             if one.saved_pages:
                 blocks[number] = views[number][: one.length]
                 views[number] = aligned_memory(one.stored_bytes)
-        job = ReadInto(disk.number, f"segments/{first.segment}", first.offset, views, lengths, blocks)
+        job = ReadInto(disk.number, f"segments/{locations[0].segment}", locations[0].offset, views, lengths, blocks)
         group.jobs += 1
         disk.volume.pin(locations)
 
@@ -224,7 +234,7 @@ class Promotion:
     # Ending
 
     def _check(self, group: _Group, positions: list[int], result: Result) -> None:
-        disk = group.places[positions[0]].disk
+        disk = group.disk
         if result.errno:
             disk.health.read_failed(result.errno, self._now())
             for i in positions:
@@ -318,8 +328,7 @@ def _neighbours(places: Sequence[Place]) -> list[list[int]]:
 
 def _follows(one: Place, other: Place) -> bool:
     return (
-        one.disk is other.disk
-        and one.location.segment == other.location.segment
+        one.location.segment == other.location.segment
         and one.location.incarnation == other.location.incarnation
         and one.location.offset + one.location.stored_bytes == other.location.offset
     )

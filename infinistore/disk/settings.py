@@ -14,6 +14,9 @@ LARGEST_READ_BYTES: Final = 4 * MIB
 take parts of this size in turn, so that a prefix is read from all of them."""
 MOST_BLOCKS_PER_GROUP: Final = 128
 """The most blocks of one read or batch: about a millisecond of work at a stretch."""
+SORTED_BYTES: Final = 64 * MIB
+"""Of a request, the part that is read in the order in which it lies on the disks. Parts
+are read in the order of the request: what is late is then missing at its end."""
 MOST_READS: Final = 8
 """Reads of blocks under way on one disk. More would not be any faster."""
 MOST_GROUPS: Final = 4

@@ -306,7 +306,8 @@ class DiskTier:
         return leading_at_once(self.core, keys, on_disk) if on_disk else len(keys)
 
     def prefetch(self, keys: Sequence[str], hold_s: float | None = None) -> Prefetch:
-        """Bring keys into memory in the background, heads first; return at once.
+        """Bring keys into memory in the background, heads first (in parts of
+        `SORTED_BYTES`); return at once.
 
         With `hold_s`, hold what is there as `hold_prefix` does, on disk, and in memory
         as it comes. Errors are those of `StoreCore.hold_prefix`.

@@ -3,13 +3,14 @@ each stands alone.
 """
 
 import errno
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import pytest
 
 from infinistore.core import Journal, Pool, StoreCore
 from infinistore.core.index import Index
+from infinistore.disk import promotion
 from infinistore.disk.jobs import Flush, HashBlocks, Job, ReadInto, Result, Write, file_bytes
 from infinistore.disk.settings import TierSettings
 from infinistore.disk.tier import DiskTier
@@ -234,11 +235,40 @@ def test_reading_into_padding_changes_no_other_block(make_machine: MakeMachine) 
 # Reading
 
 
-def test_a_prefix_is_read_by_one_job(machine: Machine) -> None:
+@pytest.mark.parametrize("asked", [NAMES, NAMES[::-1], NAMES[::2] + NAMES[1::2]], ids=["written", "back", "across"])
+def test_a_prefix_is_read_by_one_job_in_whatever_order_it_was_written(machine: Machine, asked: Sequence[str]) -> None:
     machine.put_on_disk(*NAMES)
-    assert machine.get(*NAMES) == [content(name) for name in NAMES]
+    assert machine.get(*asked) == [content(name) for name in asked]
     (read,) = block_reads(machine.disks[0])
     assert file_bytes(read.views) == 8 * UNIT_BYTES
+
+
+def test_a_long_prefix_is_read_part_by_part_heads_first(machine: Machine, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(promotion, "SORTED_BYTES", 4 * UNIT_BYTES)
+    monkeypatch.setattr(promotion, "LARGEST_READ_BYTES", 4 * UNIT_BYTES)
+    monkeypatch.setattr(promotion, "MOST_READS", 1)
+    machine.put_on_disk(*NAMES)
+    (disk,) = machine.disks
+    asked = NAMES[::-1]
+    wait = machine.tier.want(asked, machine.clock.now + 9)
+    assert wait is not None
+    machine.start_jobs()
+    machine.finish(disk, disk.under_way[0])
+    assert machine.peek(*asked[:4]) == [content(name) for name in asked[:4]]
+    assert machine.peek(*asked[4:]) == [None] * 4
+    assert machine.until(wait).unmet == 0
+
+
+def test_disks_take_turns_in_a_read(make_machine: MakeMachine, monkeypatch: pytest.MonkeyPatch) -> None:
+    machine = make_machine(disks=2)
+    machine.put_apart(*NAMES)
+    machine.forget_memory()
+    monkeypatch.setattr(promotion, "LARGEST_READ_BYTES", 2 * UNIT_BYTES)
+    monkeypatch.setattr(promotion, "MOST_READS", 1)
+    wait = machine.tier.want(NAMES, machine.clock.now + 9)
+    machine.start_jobs()
+    assert [len(disk.under_way) for disk in machine.disks] == [1, 1]
+    assert machine.until(wait).unmet == 0
 
 
 def test_a_key_is_read_once_however_many_want_it(machine: Machine) -> None:
