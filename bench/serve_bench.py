@@ -17,6 +17,8 @@ The ways:
     own-cache   the same vLLM asked again, which has all in its own cache; and one
                 without, which has the store alone
     lmcache     vLLM with LMCache, configured as the original InfiniStore's page says
+    lmcache-mp  vLLM with LMCache's server (its multi-process mode), which has the store
+                as its second level, and is started again with vLLM
     local-disk  vLLM with LMCache's own disk (local_disk), and the same vLLM asked again
     cluster     as connector, with a cluster of three servers
     disk        as connector, and what is warm is on the server's disk only

@@ -36,6 +36,7 @@ LMCACHE = {
     "kv_connector_module_path": "lmcache_on_cpu",
     "kv_role": "kv_both",
 }
+LMCACHE_SERVER = {"kv_connector": "LMCacheMPConnector", "kv_role": "kv_both"}
 SLOW_BYTES_PER_S, SLOW_ROUNDS, SLOW_LOAD, SLOW_LIMIT_S = 2_000_000, 3, 0.3, 180.0
 
 
@@ -160,6 +161,22 @@ async def with_lmcache(bench: Bench) -> Outcome:
         url = f"infinistore://{store.address}/?device=mlx5_1"
         file = lmcache_file(bench, {"remote_url": url, "remote_serde": "naive"})
         return await reuse(bench, "lmcache", LMCACHE, lmcache=file)
+
+
+async def with_lmcache_server(bench: Bench) -> Outcome:
+    """LMCache's server, with what it has in its own memory, ends with each vLLM."""
+
+    async def measured(what: str) -> tuple[Round, Alone]:
+        async with bench.lmcache_server(url) as port:
+            given = {"lmcache.mp.host": "tcp://localhost", "lmcache.mp.port": port}
+            transfer = {**LMCACHE_SERVER, "kv_connector_extra_config": given}
+            async with bench.vllm(transfer) as server:
+                return await all_and_a_few(bench, what, server)
+
+    async with bench.store() as store:
+        url = f"infinistore://{store.address}"
+        cold = await measured("lmcache-mp, cold")
+        return compared("lmcache-mp", cold, await measured("lmcache-mp, warm"))
 
 
 async def with_local_disk(bench: Bench) -> Outcome:
@@ -518,6 +535,7 @@ WAYS: dict[str, tuple[Callable[[Bench], Awaitable[Outcome]], float]] = {
     "connector": (with_connector, 4),
     "own-cache": (with_own_cache, 6),
     "lmcache": (with_lmcache, 4),
+    "lmcache-mp": (with_lmcache_server, 4),
     "local-disk": (with_local_disk, 3),
     "cluster": (with_cluster, 4),
     "disk": (with_disk, 4),

@@ -185,6 +185,27 @@ class Bench:
             yield made
 
     @asynccontextmanager
+    async def lmcache_server(self, url: str) -> AsyncIterator[int]:
+        """Run LMCache's server, which has a store as its second level; yield its
+        port."""
+        port, http_port = free_port(), free_port()
+        adapter = {
+            "type": "plugin",
+            "module_path": "infinistore.integrations.lmcache_l2",
+            "class_name": "InfiniStoreL2Adapter",
+            "adapter_params": {"url": url},
+        }
+        # Without a GPU, vLLM's workers copy: LMCache's server does not, unless it is told to let them.
+        flags = ["--port", str(port), "--http-port", str(http_port), "--supported-transfer-mode", "auto"]
+        flags += ["--l1-size-gb", str(math.ceil(self.cache_bytes * 1.1 / 2**30)), "--eviction-policy", "LRU"]
+        flags += ["--disable-observability", "--l2-adapter", json.dumps(adapter)]
+        command = [str(Path(sys.executable).with_name("lmcache")), "server", *flags]
+        self.tell("LMCache's server starts")
+        async with self._running("LMCache", command, environment=_ENVIRONMENT) as program:
+            await program.wait_until_it_says("Application startup complete", limit_s=_START_S)
+            yield port
+
+    @asynccontextmanager
     async def router(self, *flags: str) -> AsyncIterator[Vllm]:
         """Run the router before vLLMs, which have to be up."""
         port = free_port()
