@@ -5,7 +5,8 @@ The program's argument is its settings, as JSON. It prints a line of JSON when i
 ready, and then answers each line of JSON on its standard input, {"prompts": [[token,
 ...], ...], "max_tokens": 8, "salt": ""}, with one that tells for each prompt its
 tokens, after how many seconds the first one came, and how many tokens of the prompt
-were not computed; without prompts, it forgets its own prefix cache. What it has to say
+were not computed; without prompts, it forgets its own prefix cache. With "sounds":
+[number, ...], each prompt has a sound, which is made from its number. What it has to say
 goes to standard error. At the end of its input it ends.
 """
 
@@ -31,8 +32,9 @@ class Answer(NamedTuple):
     cached_tokens: int
 
 
-Ask = Callable[[list[list[int]], int, str], list[Answer]]
-"""What an engine does: prompts, how many tokens to make of each, and a cache salt."""
+Ask = Callable[..., list[Answer]]
+"""What an engine does: `prompts`, how many tokens to make of each (`max_tokens`), a
+cache `salt`, and `sounds` if it is given some."""
 
 
 class EngineProcess:
@@ -57,10 +59,12 @@ class EngineProcess:
         """Wait until it can be asked; RuntimeError if it ends before."""
         self._answer()
 
-    def ask(self, prompts: Sequence[Sequence[int]], *, max_tokens: int = 8, salt: str = "") -> list[Answer]:
+    def ask(
+        self, prompts: Sequence[Sequence[int]], *, max_tokens: int = 8, salt: str = "", **more: Any
+    ) -> list[Answer]:
         """Give it prompts, all at once, and wait for what it answers."""
         assert self.process.stdin is not None
-        question = {"prompts": [list(prompt) for prompt in prompts], "max_tokens": max_tokens, "salt": salt}
+        question = {"prompts": [list(prompt) for prompt in prompts], "max_tokens": max_tokens, "salt": salt, **more}
         self.process.stdin.write(json.dumps(question) + "\n")
         self.process.stdin.flush()
         return [Answer(*answer) for answer in self._answer()]
@@ -98,6 +102,5 @@ def answer_questions(running: Callable[[dict[str, Any]], AbstractContextManager[
     with running(json.loads(sys.argv[1])) as ask:
         answers.write("[]\n")
         for line in sys.stdin:
-            question = json.loads(line)
-            answers.write(json.dumps(ask(question["prompts"], question["max_tokens"], question["salt"])) + "\n")
+            answers.write(json.dumps(ask(**json.loads(line))) + "\n")
     os._exit(0)  # LMCache leaves threads behind that never end

@@ -8,12 +8,14 @@ python bench/vllm_engine.py '{"model": FOLDER, "kv_transfer_config": {...}, ...}
 import os
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 from engine_process import Answer, Ask, answer_questions
 
+_SAMPLES_A_S = 16_000
 _ENVIRONMENT = {
     "VLLM_CPU_KVCACHE_SPACE": "1",
     "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
@@ -42,11 +44,13 @@ def running(settings: dict[str, Any]) -> Iterator[Ask]:
         settings = {**settings, "kv_events_config": KVEventsConfig(**settings["kv_events_config"])}
     engine: Any = LLM(**{**_SETTINGS, **settings}).llm_engine
     print(f"blocks of {engine.vllm_config.cache_config.block_size} tokens", file=sys.stderr)
-    yield lambda prompts, max_tokens, salt: _generate(engine, prompts, max_tokens, salt)
+    yield partial(_generate, engine)
     engine.engine_core.shutdown()
 
 
-def _generate(engine: Any, prompts: list[list[int]], max_tokens: int, salt: str) -> list[Answer]:
+def _generate(
+    engine: Any, prompts: list[list[int]], max_tokens: int, salt: str, sounds: Sequence[int] = ()
+) -> list[Answer]:
     from vllm import SamplingParams, TokensPrompt
 
     if not prompts:
@@ -54,7 +58,10 @@ def _generate(engine: Any, prompts: list[list[int]], max_tokens: int, salt: str)
     sampling = SamplingParams(max_tokens=max_tokens, temperature=0, ignore_eos=True, detokenize=False)
     started = time.perf_counter()
     for number, prompt in enumerate(prompts):
-        tokens = TokensPrompt(prompt_token_ids=prompt, **({"cache_salt": salt} if salt else {}))
+        more: dict[str, Any] = {"cache_salt": salt} if salt else {}
+        if sounds:
+            more["multi_modal_data"] = {"audio": _sound(sounds[number])}
+        tokens = TokensPrompt(prompt_token_ids=prompt, **more)
         engine.add_request(str(number), tokens, sampling)
     first_s: dict[str, float] = {}
     ended: dict[str, Any] = {}
@@ -65,6 +72,13 @@ def _generate(engine: Any, prompts: list[list[int]], max_tokens: int, salt: str)
                 ended[output.request_id] = output
     outputs = [ended[str(number)] for number in range(len(prompts))]
     return [Answer(list(o.outputs[0].token_ids), first_s[o.request_id], o.num_cached_tokens or 0) for o in outputs]
+
+
+def _sound(number: int) -> Any:
+    """Return two seconds of noise, and how many samples a second has."""
+    import numpy as np
+
+    return np.random.default_rng(number).standard_normal(2 * _SAMPLES_A_S).astype(np.float32), _SAMPLES_A_S
 
 
 if __name__ == "__main__":

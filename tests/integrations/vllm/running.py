@@ -16,6 +16,7 @@ from small_llama import VOCABULARY  # noqa: E402
 
 __all__ = [
     "BENCH",
+    "VOCABULARY",
     "Bench",
     "EngineProcess",
     "Engines",
