@@ -10,12 +10,14 @@ read. Measured: 64 MiB in blocks of 64 KiB, asked for across that order, took 45
 instead of 145.
 
 Once started, a read goes on, whoever still waits for it: its room in the pool is free
-when the disk has let go of it, and no earlier.
+when the disk has let go of it, and no earlier. A disk that is slow, or hangs, holds up
+no other one's reads.
 """
 
-from collections import deque
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from itertools import accumulate, groupby, zip_longest
+from collections import defaultdict, deque
+from collections.abc import Callable, Mapping, Sequence
+from itertools import accumulate, groupby
+from typing import TypeAlias
 
 import attrs
 
@@ -58,6 +60,10 @@ class _Group:
         return self.is_background or any(not wait.settled for waits in self.waits for wait in waits)
 
 
+_Queues: TypeAlias = defaultdict[Disk, deque[_Group]]
+"""What each disk is still to read."""
+
+
 class Promotion:
     """What is on its way from the disks of one tier to memory.
 
@@ -89,8 +95,8 @@ class Promotion:
         self._commit = commit
         self._now = now
         self._flights: dict[str, tuple[_Group, int]] = {}
-        self._demand: deque[_Group] = deque()
-        self._background: deque[_Group] = deque()
+        self._demand: _Queues = defaultdict(deque)
+        self._background: _Queues = defaultdict(deque)
         self._reading_bytes = 0
 
     @property
@@ -112,7 +118,7 @@ class Promotion:
                 if group.is_background and group.reservation is None:
                     self._hurry(group)
         for group in self._groups([keys[i] for i in new], [places[i] for i in new], wait):
-            (self._background if group.is_background else self._demand).append(group)
+            (self._background if group.is_background else self._demand)[group.disk].append(group)
             if group.is_background:
                 self.prefetch_bytes += group.bytes
             for position, key in enumerate(group.keys):
@@ -120,50 +126,56 @@ class Promotion:
 
     def work(self) -> None:
         """Start what can be read now: first what somebody waits for."""
-        for queue in (self._demand, self._background):
-            for _ in range(len(queue)):
-                group = queue.popleft()
-                if not group.is_wanted or group.disk.health.state == "off":
+        for queues in (self._demand, self._background):
+            turns = deque(queues)
+            while turns:
+                disk = turns.popleft()
+                if not queues[disk]:
+                    del queues[disk]
+                    continue
+                group = queues[disk].popleft()
+                if not group.is_wanted or disk.health.state == "off":
                     self.late_blocks += len(group.keys)
                     self._finish(group)
-                elif not self._may_start(group):
-                    queue.appendleft(group)
-                    break
-                else:
+                elif self._may_start(group):
+                    queues[disk] = queues.pop(disk)  # the next time, the others come first
                     self._start(group)
+                else:
+                    queues[disk].appendleft(group)
+                    continue
+                turns.append(disk)
 
     def give_up(self) -> None:
         """Start none of what waits to be read."""
-        for queue in (self._demand, self._background):
-            while queue:
-                self._finish(queue.popleft())
+        for queues in (self._demand, self._background):
+            for queue in tuple(queues.values()):
+                while queue:
+                    self._finish(queue.popleft())
 
     # Starting
 
-    def _groups(self, keys: Sequence[str], places: Sequence[Place], wait: Wait | None) -> Iterator[_Group]:
-        """Return what to read, part by part; in each, the disks take turns."""
+    def _groups(self, keys: Sequence[str], places: Sequence[Place], wait: Wait | None) -> list[_Group]:
+        groups: list[_Group] = []
         starts = list(accumulate((place.location.length for place in places), initial=0))
         for _, part in groupby(range(len(places)), lambda i: starts[i] // SORTED_BYTES):
-            groups: dict[Disk, list[_Group]] = {}
+            last: dict[Disk, _Group] = {}
             for i in sorted(part, key=lambda i: (places[i].location.segment, places[i].location.offset)):
                 size = self._core.pool.footprint(places[i].location.length)
-                of_disk = groups.setdefault(places[i].disk, [])
-                group = of_disk[-1] if of_disk else None
+                group = last.get(places[i].disk)
                 if group is None or group.bytes + size > LARGEST_READ_BYTES or len(group.keys) == MOST_BLOCKS_PER_GROUP:
-                    group = _Group(places[i].disk, wait is None)
-                    of_disk.append(group)
+                    group = last[places[i].disk] = _Group(places[i].disk, wait is None)
+                    groups.append(group)
                 group.keys.append(keys[i])
                 group.places.append(places[i])
                 group.waits.append([] if wait is None else [wait])
                 group.bytes += size
-            for turn in zip_longest(*groups.values()):
-                yield from filter(None, turn)
+        return groups
 
     def _hurry(self, group: _Group) -> None:
-        self._background.remove(group)
+        self._background[group.disk].remove(group)
         self.prefetch_bytes -= group.bytes
         group.is_background = False
-        self._demand.append(group)
+        self._demand[group.disk].append(group)
 
     def _may_start(self, group: _Group) -> bool:
         if self._reading_bytes and (

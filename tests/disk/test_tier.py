@@ -271,6 +271,25 @@ def test_disks_take_turns_in_a_read(make_machine: MakeMachine, monkeypatch: pyte
     assert machine.until(wait).unmet == 0
 
 
+def test_disks_take_turns_where_the_pool_has_room_for_one_read(
+    make_machine: MakeMachine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(promotion, "LARGEST_READ_BYTES", UNIT_BYTES)
+    machine = make_machine(disks=2, pool_bytes=4 * UNIT_BYTES)
+    for name in NAMES:
+        machine.put_apart(name)
+    machine.forget_memory()
+    wait = machine.tier.want(NAMES, machine.clock.now + 9)
+    assert wait is not None
+    order = []
+    while not wait.settled:
+        machine.start_jobs()
+        [(disk, job)] = [(disk, job) for disk in machine.disks for job in disk.under_way]
+        order.append(machine.disks.index(disk))
+        machine.finish(disk, job)
+    assert order == [0, 1] * 4
+
+
 def test_a_key_is_read_once_however_many_want_it(machine: Machine) -> None:
     machine.put_on_disk("a", "b")
     waits = [machine.tier.want(keys, machine.clock.now + 9) for keys in (["a"], ["a", "b"], ["b", "a", "a"])]
@@ -821,6 +840,18 @@ def test_a_disk_that_hangs_gets_no_jobs_until_they_return(machine: Machine) -> N
     machine.settle()
     machine.forget_memory()
     assert machine.get("a", "b") == [content("a"), content("b")]
+
+
+def test_what_other_disks_have_comes_while_one_is_slow(
+    make_machine: MakeMachine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(promotion, "MOST_READS", 1)
+    machine = make_machine(disks=2)
+    machine.put_apart(*NAMES)
+    machine.forget_memory()
+    machine.stuck = lambda job: job.volume == 0 and is_block_read(job)
+    values = [machine.get(*NAMES[:4]), machine.get(*NAMES[4:])]
+    assert [value.count(None) for value in values] == [2, 2]
 
 
 def test_a_disk_that_hung_does_not_give_what_was_replaced_meanwhile(machine: Machine) -> None:
