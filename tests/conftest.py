@@ -82,6 +82,19 @@ def _log_level() -> Iterator[None]:
     log.setLevel(level)
 
 
+@pytest.fixture
+def caplog(caplog: pytest.LogCaptureFixture) -> pytest.LogCaptureFixture:
+    """Without the events of servers. pytest listens to loggers that pass nothing on,
+    too, and a server that many tests share notes at any time who comes.
+    """
+    caplog.handler.addFilter(_is_no_event)
+    return caplog
+
+
+def _is_no_event(record: logging.LogRecord) -> bool:
+    return record.name != "infinistore.audit"
+
+
 class _SkipsWithoutTorch(pytest.Module):
     def collect(self) -> Iterable[pytest.Item | pytest.Collector]:
         try:

@@ -4,7 +4,6 @@ while.
 
 import itertools
 import json
-import logging
 import os
 import re
 import signal
@@ -28,6 +27,7 @@ from tests import warm
 from tests.asking import until
 from tests.cluster_client.clusters import Cluster, Member, running_cluster
 from tests.cluster_io.etcd import Etcd, needs_etcd, own_cluster
+from tests.events import heard_events
 
 pytestmark = [needs_etcd, pytest.mark.process]
 # Groups of three blocks, in which the block tells its key.
@@ -230,16 +230,19 @@ def test_a_drain_that_is_taken_back_stops(nodes_of: NodesOf) -> None:
         leaving.wait_until_quiet()
 
 
-def test_while_etcd_is_away_a_node_drains_on(nodes_of: NodesOf, etcd: Etcd, caplog: pytest.LogCaptureFixture) -> None:
-    caplog.set_level(logging.INFO, "infinistore.audit")
+def test_while_etcd_is_away_a_node_drains_on(nodes_of: NodesOf, etcd: Etcd) -> None:
     slow = {"node_drain_bytes_per_s": 50_000}
-    with nodes_of(count=2, **slow) as nodes, blocking.open_store(nodes.url, **PATIENT) as store:
+    with (
+        nodes_of(count=2, **slow) as nodes,
+        blocking.open_store(nodes.url, **PATIENT) as store,
+        heard_events() as heard,
+    ):
         leaving, other = nodes.cluster.members
         store.put_many(BLOCKS)
         with reading(store) as wrong:
             # The node hears of it, and then etcd is gone.
             nodes.begin_drain(leaving)
-            until(lambda: any(record.getMessage() == "node-drain" for record in caplog.records))
+            until(lambda: any(event["event"] == "node-drain" for event in heard))
             etcd.kill()
             code, _, errors = nodes.drain(leaving, "--timeout", "0.2")
             assert (code, errors.count("\n")) == (3, 1)

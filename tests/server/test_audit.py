@@ -1,7 +1,6 @@
 """The audit log of a running server."""
 
 import json
-import logging
 import os
 from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import ExitStack, asynccontextmanager, contextmanager, suppress
@@ -18,6 +17,7 @@ from infinistore.protocol.messages import Exists, Keys, Purge
 from infinistore.server.composition import run_server
 from infinistore.server.security import AUDIT_LOGGER, AuditLog
 from tests.cluster_io.etcd import Etcd
+from tests.events import heard_events
 from tests.server.etcd_keys import delete as delete_key
 from tests.server.etcd_keys import needs_etcd
 from tests.server.etcd_keys import put as put_key
@@ -265,18 +265,13 @@ async def test_a_log_that_cannot_be_opened_stops_the_start(tmp_path: Path) -> No
         await run_server(make_config(audit_log=str(tmp_path / "no" / "audit")), on_listening=lambda server: None)
 
 
+def test_tests_of_what_is_logged_do_not_hear_events_of_other_servers(caplog: pytest.LogCaptureFixture) -> None:
+    AUDIT_LOGGER.info("login")
+    assert caplog.messages == []
+
+
 async def test_an_application_hears_of_events_by_its_own_handler(file: Path) -> None:
-    heard: list[dict[str, Any]] = []
-
-    class Handler(logging.Handler):
-        def emit(self, record: logging.LogRecord) -> None:
-            heard.append(record.__dict__["audit"])
-
-    handler = Handler()
-    AUDIT_LOGGER.addHandler(handler)
-    try:
+    with heard_events() as heard:
         async with running_server(make_config(tenants=file)) as server:
             await peer_of(server, "alice")
-    finally:
-        AUDIT_LOGGER.removeHandler(handler)
     assert [one["event"] for one in heard] == ["login"]
