@@ -33,6 +33,7 @@ FEW = 10
 """More prompts than come one by one, or first."""
 _HERE = Path(__file__).parent
 _START_S = 300.0  # vLLM takes half a minute, and several where others use the machine, too
+_L2_ADAPTER = _HERE.parent / "examples" / "lmcache" / "l2-adapter.args"
 _ENVIRONMENT = {
     "HF_HUB_OFFLINE": "1",
     "PYTHONHASHSEED": "0",  # LMCache's keys depend on it
@@ -189,16 +190,12 @@ class Bench:
         """Run LMCache's server, which has a store as its second level; yield its
         port."""
         port, http_port = free_port(), free_port()
-        adapter = {
-            "type": "plugin",
-            "module_path": "infinistore.integrations.lmcache_l2",
-            "class_name": "InfiniStoreL2Adapter",
-            "adapter_params": {"url": url},
-        }
+        flag, text = shlex.split(_L2_ADAPTER.read_text())
+        adapter = {**json.loads(text), "adapter_params": {"url": url}}
         # Without a GPU, vLLM's workers copy: LMCache's server does not, unless it is told to let them.
         flags = ["--port", str(port), "--http-port", str(http_port), "--supported-transfer-mode", "auto"]
         flags += ["--l1-size-gb", str(math.ceil(self.cache_bytes * 1.1 / 2**30)), "--eviction-policy", "LRU"]
-        flags += ["--disable-observability", "--l2-adapter", json.dumps(adapter)]
+        flags += ["--disable-observability", flag, json.dumps(adapter)]
         command = [str(Path(sys.executable).with_name("lmcache")), "server", *flags]
         self.tell("LMCache's server starts")
         async with self._running("LMCache", command, environment=_ENVIRONMENT) as program:

@@ -6,8 +6,8 @@ once, however many wait for it. What is late, damaged or finds no room is a miss
 
 Blocks are asked for token by token, and were written layer by layer. So each part of a
 request is read in the order in which it lies on the disks, where neighbours are one
-read. Measured: 64 MiB in blocks of 64 KiB, asked for across that order, took 45 ms
-instead of 145.
+read. Measured: blocks of 64 KiB, asked for across that order, came at 2.7 GB/s instead
+of 0.7 (`bench/disk.py`).
 
 Once started, a read goes on, whoever still waits for it: its room in the pool is free
 when the disk has let go of it, and no earlier. A disk that is slow, or hangs, holds up
@@ -160,13 +160,14 @@ class Promotion:
         for _, part in groupby(range(len(places)), lambda i: starts[i] // SORTED_BYTES):
             last: dict[Disk, _Group] = {}
             for i in sorted(part, key=lambda i: (places[i].location.segment, places[i].location.offset)):
-                size = self._core.pool.footprint(places[i].location.length)
-                group = last.get(places[i].disk)
+                place = places[i]
+                size = self._core.pool.footprint(place.location.length)
+                group = last.get(place.disk)
                 if group is None or group.bytes + size > LARGEST_READ_BYTES or len(group.keys) == MOST_BLOCKS_PER_GROUP:
-                    group = last[places[i].disk] = _Group(places[i].disk, wait is None)
+                    group = last[place.disk] = _Group(place.disk, wait is None)
                     groups.append(group)
                 group.keys.append(keys[i])
-                group.places.append(places[i])
+                group.places.append(place)
                 group.waits.append([] if wait is None else [wait])
                 group.bytes += size
         return groups

@@ -4,7 +4,6 @@ import json
 import os
 import random
 import signal
-import socket
 import subprocess
 import sys
 import urllib.request
@@ -20,6 +19,7 @@ pytest.importorskip("sglang", reason="needs SGLang: make test-integrations")
 from infinistore import blocking
 from tests.asking import until
 from tests.bad_days.servers import ServerProcess
+from tests.ports import own_ports
 
 pytestmark = [pytest.mark.process, pytest.mark.nightly, pytest.mark.timeout(600)]
 
@@ -57,8 +57,7 @@ class Sglang:
 @contextmanager
 def running_sglang(model: Path, store: ServerProcess, log: Path) -> Iterator[Sglang]:
     """Run SGLang, which has answered one prompt of its own."""
-    with socket.create_server(("127.0.0.1", 0)) as taken:
-        port = taken.getsockname()[1]
+    [port] = own_ports(1)
     settings = json.loads((TOP / "examples" / "sglang" / "hicache.json").read_text()) | {"url": store.url}
     command = [sys.executable, "-m", "tests.integrations.sglang.serve", "--model-path", str(model), "--port", str(port)]
     command += [*FLAGS, "--hicache-storage-backend-extra-config", json.dumps(settings)]

@@ -62,14 +62,11 @@ def make_model(folder: str) -> None:
     features = library.WhisperFeatureExtractor(feature_size=sound.num_mel_bins)
     library.Qwen2AudioProcessor(feature_extractor=features, tokenizer=tokenizer).save_pretrained(folder)
     file = Path(folder, "model.safetensors")
+    # As published checkpoints name them, and vLLM reads them.
     weights = {
-        name.replace("language_model.model.model.", "language_model.model."): one
-        for name, one in load_file(file).items()
+        name.replace("language_model.model.", "language_model.", 1): one for name, one in load_file(file).items()
     }
-    weights = {
-        name.replace("language_model.model.lm_head.", "language_model.lm_head."): one for name, one in weights.items()
-    }
-    save_file(weights, file, {"format": "pt"})  # as published checkpoints name them
+    save_file(weights, file, {"format": "pt"})
 
 
 if __name__ == "__main__":
